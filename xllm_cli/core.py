@@ -1,0 +1,309 @@
+"""The nouns that cross a seam: between processes, or between engine, cache and worker.
+
+Everything here is a frozen msgspec struct: it crosses a process as msgpack and can never be half changed. State that
+only the engine owns (sequences, block tables) is not here. This module knows no device, no torch and no HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+# --- requests: server → engine -------------------------------------------------------------------------------------
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is chosen and when a sequence ends. Ranges are checked at the edge (server/protocol.py).
+
+    `max_tokens` None means: as many as context and memory allow. `temperature` 0 is greedy. `top_k` 0 is off. `seed`
+    None takes the engine's. `logprobs` None reports none, n reports the sampled token and the n likeliest.
+    `stop_token_ids` holds the model's end tokens too unless the request ignores them (`ignore_eos`).
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class MediaSpan(msgspec.Struct, frozen=True):
+    """A media item's place in the prompt, in tokens `[start, start + length)`, and the digest of its content."""
+
+    start: int
+    length: int
+    digest: bytes
+
+
+class Request(msgspec.Struct, frozen=True, tag="request", kw_only=True):
+    """One sequence to generate. Choices of `n > 1` are separate requests with the same prompt and another `choice`."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    choice: int = 0
+    cache_salt: str = ""
+    media: tuple[MediaSpan, ...] = ()
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget a request. Unknown ids are a no-op; shares one FIFO with Request, so order is kept."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """End the engine process now; the server has drained or given up."""
+
+
+ToEngine = Request | Abort | Shutdown
+
+# --- answers: engine → server --------------------------------------------------------------------------------------
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities of one position: the chosen token's, and `(id, logprob)` of the likeliest."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """A RequestError in transit."""
+
+    message: str
+    status: int
+    code: str
+    param: str | None = None
+    retry_after: int | None = None
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step did for one request. `finish` is set exactly once, on the last output of a request."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    finish: FinishReason | None = None
+    error: ErrorInfo | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals since the engine became ready; they only grow."""
+
+    steps: int = 0
+    prompt_tokens_computed: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    preemptions: int = 0
+    evicted_blocks: int = 0
+    pages_mapped: int = 0
+    pages_unmapped: int = 0
+    map_failures: int = 0
+    prefill_chunks: int = 0
+
+
+class VmmReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of GET /vmm and LLM.memory(). Bytes unless named otherwise; DESIGN.md §7 has the equations."""
+
+    device: str = "cpu"
+    driver: str = ""
+    mode: str = ""
+    page_bytes: int = 0
+    total: int = 0
+    free: int = 0
+    arena: int = 0
+    physical: int = 0
+    mapped: int = 0
+    kv_live: int = 0
+    kv_cached: int = 0
+    kv_idle: int = 0
+    kv_spare: int = 0
+    weights: int = 0
+    free_handles: int = 0
+    parked: int = 0
+    state: int = 0
+    anon: int = 0
+    execution_room: int = 0
+    reserve: int = 0
+    limit: int | None = None
+    headroom: int = 0
+    headroom_limited_by: str = "arena"
+    possible: int = 0
+    ranks: list[dict[str, int]] = []
+    models: dict[str, dict[str, int | str]] = {}
+    tensors: list[dict[str, int | str]] = []
+    pages_mapped_total: int = 0
+    pages_unmapped_total: int = 0
+    map_failures_total: int = 0
+    evicted_blocks_total: int = 0
+    preemptions_total: int = 0
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's state after a step; the server answers /vmm, /metrics and /health from the last one."""
+
+    memory: VmmReport
+    counters: Counters
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_for: str = ""
+    healthy: bool = True
+    reason: str = ""
+
+
+class StepEvents(msgspec.Struct, frozen=True, tag="step"):
+    """One message per step: every request's output together with the snapshot that includes it."""
+
+    outputs: list[Output]
+    snapshot: Snapshot | None = None
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """The phase a starting engine is in, for /health and the log. `seconds` since the engine started."""
+
+    phase: str
+    seconds: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
+    """The engine serves. `max_model_len` in tokens; `capacity_tokens` is what the cache could ever hold."""
+
+    model_id: str
+    architecture: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    capacity_tokens: int
+    snapshot: Snapshot
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The engine cannot go on; the process ends with `exit_code` after this."""
+
+    message: str
+    exit_code: int = 1
+
+
+FromEngine = StepEvents | Loading | Ready | Fatal
+
+# --- memory: model → cache → worker --------------------------------------------------------------------------------
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """One KV tensor. Block b covers bytes `[b * bytes_per_block, (b + 1) * bytes_per_block)`."""
+
+    name: str
+    bytes_per_block: int
+
+
+class CacheSpec(msgspec.Struct, frozen=True):
+    """What a model needs of the cache: its KV tensors, tokens per block, and resident per-sequence state in bytes."""
+
+    block_size: int
+    tensors: tuple[TensorSpec, ...]
+    state_bytes: int = 0
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all tensors."""
+        return sum(t.bytes_per_block for t in self.tensors)
+
+
+class PageRef(NamedTuple):
+    """Page `page` (counted from the arena's start) of tensor `tensor` (its index in the CacheSpec)."""
+
+    tensor: int
+    page: int
+
+
+class PageDelta(msgspec.Struct, frozen=True):
+    """The page changes of one step: unmap first, then map. Sorted, disjoint."""
+
+    map: tuple[PageRef, ...] = ()
+    unmap: tuple[PageRef, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.map or self.unmap)
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank saw after a step, in bytes. DESIGN.md §7 defines `execution_room`.
+
+    `owned` counts the distinct handles times page size (mapped, free and parked), `free_handles` those not mapped.
+    """
+
+    total: int
+    free: int
+    anon: int = 0
+    execution_room: int = 0
+    owned: int = 0
+    free_handles: int = 0
+
+
+# --- one step: scheduler → worker → scheduler ----------------------------------------------------------------------
+
+
+class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How a row's next token is drawn. Randomness is Philox(seed, choice, position): no generator state."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    choice: int = 0
+    position: int = 0
+    logprobs: int | None = None
+    forbidden: tuple[int, ...] = ()
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence's part of a step: run `token_ids` at absolute positions `start …`, all their KV in `blocks`.
+
+    `sampling` None is a prefill chunk that does not end its prompt: KV is written, no token is drawn.
+    """
+
+    sequence: int
+    token_ids: list[int]
+    start: int
+    blocks: list[int]
+    sampling: RowSampling | None = None
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. Without rows it is a maintenance step: page changes and an observation only.
+
+    `keep_free` is what elastic growth must leave free on the device (floor + execution room + reserve), in bytes.
+    """
+
+    step: int
+    delta: PageDelta = PageDelta()
+    rows: tuple[Row, ...] = ()
+    keep_free: int = 0
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a plan. `mapped` False: no row ran, this delta's maps were undone, its unmaps stand.
+
+    `tokens` has one entry per row with `sampling`, in row order. `stuck` are pages whose unmap failed (still mapped).
+    """
+
+    step: int
+    mapped: bool
+    observation: Observation
+    tokens: tuple[TokenLogprob, ...] = ()
+    stuck: tuple[PageRef, ...] = ()
+    shortage: str = ""
