@@ -1,0 +1,131 @@
+"""Imports point one way. The table is DESIGN.md's: who may import whom, and who may know torch or fastapi."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "xllm_cli"
+
+LEAVES = {"core", "errors", "flags"}
+# part of the package → the other parts its files may import; a part without a row is an error
+MAY_IMPORT: dict[str, set[str]] = {
+    "__init__": {"llm"},
+    "core": set(),
+    "errors": set(),
+    "flags": {"errors"},
+    "argv": {"errors", "flags"},
+    "rules": {"errors", "flags"},
+    "cli": {*LEAVES, "argv", "rules", "server", "fetch", "bench"},
+    "fetch": {"errors", "gguf_to_folder"},
+    "gguf_to_folder": {"errors"},
+    "bench": LEAVES,
+    "server": LEAVES,
+    "engine": {*LEAVES, "cache", "worker"},
+    "llm": {*LEAVES, "rules", "engine", "server"},
+    "cache": {"core", "errors"},
+    "worker": {*LEAVES, "vmm", "models", "loading", "transfer"},
+    "vmm": {"core", "errors", "_vmm"},
+    "models": {"core", "errors", "_kernels"},
+    "loading": {"core", "errors"},
+    "transfer": {"core", "errors"},
+}
+WEB = {"fastapi", "starlette", "uvicorn"}
+KNOW_WEB = {"server"}
+KNOW_TORCH = {"engine", "worker", "vmm", "models", "loading", "transfer", "llm"}
+NEVER_LOAD_TORCH = ["cli", "flags", "rules", "argv", "fetch", "core", "errors", "server.app", "cache.manager"]
+
+
+def imported_names(source: str, module: str) -> Iterator[str]:
+    """Every dotted name that `source`, the text of `module`, imports anywhere, functions included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(module.split(".")[: -node.level]) if node.level else ""
+            start = ".".join(part for part in (base, node.module) if part)
+            yield from (f"{start}.{alias.name}" for alias in node.names)
+
+
+def modules() -> dict[str, str]:
+    """Dotted module name → source text, for every Python file of the package."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name] = path.read_text(encoding="utf-8")
+    return found
+
+
+def part_of(module: str) -> str:
+    """`xllm_cli.server.app` → `server`."""
+    return module.split(".")[1]
+
+
+def violations(module: str, source: str) -> list[str]:
+    """What `module` imports against the tables above, one sentence each."""
+    part = part_of(module)
+    if part not in MAY_IMPORT:
+        return [f"{module}: {part} has no row in MAY_IMPORT"]
+    wrong = []
+    for name in imported_names(source, module):
+        top, _, rest = name.partition(".")
+        target = rest.split(".")[0]
+        if top == "xllm_cli" and target not in MAY_IMPORT[part] | {part}:
+            wrong.append(f"{module} imports {name}; {part} may import only {sorted(MAY_IMPORT[part])}")
+        if (top in WEB and part not in KNOW_WEB) or (top == "torch" and part not in KNOW_TORCH):
+            wrong.append(f"{module} imports {name}; {part} must not know {top}")
+    return wrong
+
+
+def test_every_import_follows_the_table() -> None:
+    wrong = [line for module, source in modules().items() for line in violations(module, source)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("xllm_cli.cache.blocks", "from xllm_cli.vmm import pool"),
+        ("xllm_cli.server.app", "def f():\n    from xllm_cli.engine.engine import Engine"),
+        ("xllm_cli.server.app", "import torch.nn"),
+        ("xllm_cli.engine.process", "from fastapi import FastAPI"),
+        ("xllm_cli.models.llama", "from ..loading.safetensors import open_checkpoint"),
+        ("xllm_cli.core", "from xllm_cli.errors import XllmError"),
+        ("xllm_cli.novelty", ""),
+    ],
+)
+def test_the_table_catches(module: str, source: str) -> None:
+    assert violations(module, source)
+
+
+def test_llm_takes_only_the_tokenizer_of_the_server() -> None:
+    names = [name for name in imported_names(modules()["xllm_cli.llm"], "xllm_cli.llm") if ".server" in name]
+    assert all(name.startswith("xllm_cli.server.tokenizer") for name in names), names
+
+
+def test_there_are_no_cycles() -> None:
+    sources = modules()
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        names = set(imported_names(source, module))
+        names |= {name.rpartition(".")[0] for name in names}
+        graph[module] = (names & sources.keys()) - {module}
+    graph.pop("xllm_cli.__init__")  # its import of llm is lazy, and everything imports the package
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert set(graph) <= set(order)
+
+
+@pytest.mark.parametrize("name", NEVER_LOAD_TORCH)
+def test_importing_does_not_load_torch(name: str) -> None:
+    code = f"import sys, xllm_cli.{name}; assert 'torch' not in sys.modules, 'torch was loaded'"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
