@@ -1,0 +1,56 @@
+# What a developer and CI run. Everything lives in .venv/ and build/; a target whose inputs did not change does nothing.
+#
+#   make serve ARGS="--port=9000"          extra flags for the server
+#   make test ARGS="-k fetch"              extra arguments for pytest
+#   make setup PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"     torch without CUDA
+
+PYTHON ?= python3
+MODEL ?= smollm2-135m-instruct
+ARGS ?=
+PIP_ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+NATIVE := $(shell find native -type f)
+
+.PHONY: setup native serve test lint format bench wheel clean
+
+setup: .venv/.installed
+
+# An editable install: Python files are read from the checkout, native modules from site-packages. Copies of _vmm*.so or
+# _kernels*.so inside xllm_cli/ are used by no install and packed into no wheel.
+.venv/.installed: pyproject.toml constraints.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install $(PIP_ARGS) -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) install $(PIP_ARGS) -c constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@
+
+# Only the native modules again, from build/ as it stands: seconds.
+native:
+	$(PIP) install --no-build-isolation --no-deps --editable .
+
+serve: setup
+	model="$$($(BIN)/xllm fetch $(MODEL) | tail -n 1)" && test -n "$$model" && \
+	exec $(BIN)/xllm serve --model="$$model" --enable_vmm_kvcache=true --vmm_elastic=true $(ARGS)
+
+# Two workers, each with one arithmetic thread: tests of threads set their own number.
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/xllm bench serve $(ARGS)
+
+wheel: setup
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	ls -l dist
+
+clean:
+	rm -rf build dist .venv/.installed
