@@ -6,13 +6,28 @@ options, help, tables, the JSON file's keys and the environment's names are made
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 INT64_MAX = 2**63 - 1
+TRUE_WORDS = frozenset({"true", "t", "1", "yes", "y", "on"})
+FALSE_WORDS = frozenset({"false", "f", "0", "no", "n", "off"})
+_SUFFIXES = {
+    "": 1,
+    "k": 2**10,
+    "kib": 2**10,
+    "m": 2**20,
+    "mib": 2**20,
+    "g": 2**30,
+    "gib": 2**30,
+    "t": 2**40,
+    "tib": 2**40,
+}
 
 Status = Literal["works", "accepted", "unsupported"]
 Kind = Literal["bool", "int", "bytes", "float", "str", "choice"]
@@ -76,14 +91,74 @@ class Flag:
     def expects(self) -> str:
         """The allowed values in words, for help and messages."""
         if self.kind == "bool":
-            return "true or false"
+            return "true or false (also 1/0, t/f, yes/no, y/n, on/off)"
         if self.kind == "choice":
             return "one of " + ", ".join(choice or '""' for choice in self.choices)
         if self.kind == "str":
             return "text"
-        noun = {"int": "an integer", "float": "a number", "bytes": "bytes, KiB, MiB, GiB allowed,"}[self.kind]
+        noun = {"int": "an integer", "float": "a number", "bytes": "an integer of bytes (KiB, MiB, GiB allowed)"}[
+            self.kind
+        ]
         low, high = self.meta.get("low", 0), self.meta.get("high", INT64_MAX)
-        return f"{noun} of at least {low:g}" if high >= INT64_MAX else f"{noun} from {low:.10g} to {high:.10g}"
+        return f"{noun} from {low:.10g}" + ("" if high >= INT64_MAX and self.kind == "float" else f" to {high:.19g}")
+
+    def parse(self, text: str) -> Any:
+        """The value that a text from the command line or the environment means; ValueError if it means none."""
+        if self.kind == "bool":
+            return parse_bool(text)
+        if self.kind in ("int", "bytes"):
+            return self.normalise(_parse_int(text, _SUFFIXES if self.kind == "bytes" else {"": 1}))
+        if self.kind == "float":
+            if not text.isascii() or text != text.strip():
+                raise ValueError(text)
+            return float(text)
+        if self.meta.get("bare") == "true" and text.lower() in TRUE_WORDS | FALSE_WORDS:
+            return str(parse_bool(text)).lower()
+        return self.normalise(text)
+
+    def normalise(self, value: Any) -> Any:
+        """A typed value in the one form a Config holds: the older spelling of "unset" as None, choices in our case."""
+        if "unset" in self.meta and value == self.meta["unset"] and not isinstance(value, bool):
+            return None
+        if self.kind == "choice" and isinstance(value, str):
+            return next((choice for choice in self.choices if choice.lower() == value.lower()), value)
+        return value
+
+    def spell(self, value: Any) -> str:
+        """`--name=value` as one would type it; None is told as unset."""
+        if value is None:
+            return f"--{self.name} unset"
+        return f"--{self.name}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def parse_bool(text: str) -> bool:
+    """True or false by any of the accepted words, in any case; ValueError for other texts."""
+    if text.lower() in TRUE_WORDS:
+        return True
+    if text.lower() in FALSE_WORDS:
+        return False
+    raise ValueError(text)
+
+
+def _parse_int(text: str, suffixes: dict[str, int]) -> int:
+    match = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*)([A-Za-z]*)", text)
+    if match is None or match[2].lower() not in suffixes:
+        raise ValueError(text)
+    return int(match[1]) * suffixes[match[2].lower()]
+
+
+def closest(name: str, names: Iterable[str]) -> list[str]:
+    """Up to three of `names` that `name` is likely to stand for: misspelt or begun."""
+    names = sorted(names)
+    close = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.7)
+    begun = [other for other in names if len(name) > 2 and other.startswith(name.lower()) and other not in close]
+    return (close + begun)[:3]
+
+
+def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """`, did you mean …?`, or nothing when no name is close."""
+    close = closest(name, names)
+    return f", did you mean {' or '.join(prefix + other for other in close)}?" if close else ""
 
 
 def _kind(annotation: Any, meta: Meta) -> tuple[Kind, tuple[str, ...]]:

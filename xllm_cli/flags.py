@@ -119,7 +119,7 @@ class KVCacheStoreConfig(Section):
     """KV outside the device"""
 
     host_blocks_factor: float = flag(
-        0.0, "host blocks per device block for offloaded KV; above 1 offloads", low=0, status="unsupported"
+        0.0, "host blocks per device block for offloaded KV; above 1 offloads", low=0, supported=(0.0, 1.0)
     )
     enable_kvcache_store: bool = flag(False, "keep KV in an external store", status="unsupported")
 
@@ -142,7 +142,7 @@ class SchedulerConfig(Section):
         False, "prepare the next step during this one", status="accepted", why="steps run one after the other"
     )
     enable_task_pipeline: bool | None = flag(
-        None, "pipeline of host and device work; unset is false", supported=(None, False)
+        None, "pipeline of host and device work; unset is false", status="accepted", why="there is no task pipeline"
     )
 
 

@@ -1,0 +1,201 @@
+"""gflags' and other habits of spelling → one canonical spelling: `--name=value`, each flag once.
+
+A pure function of its tokens. It knows which flags exist and which are true/false, but not what a value means or
+whether it is allowed; it reads nothing else. Where it differs from gflags: `--flag false` (two arguments) is false,
+and names are never abbreviated.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+from xllm_cli.declare import FALSE_WORDS, TRUE_WORDS, Flag, did_you_mean
+from xllm_cli.flags import FLAGS
+
+_NO_EQUIVALENT = "has no equivalent here"
+_WHOLE_CONTEXT = f"{_NO_EQUIVALENT}: a request may use the model's whole context; --max_cache_size caps memory"
+_DASHES = frozenset("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d")
+
+FOREIGN = MappingProxyType(
+    {
+        "gpu_memory_utilization": "use --max_memory_utilization",
+        "mem_fraction_static": "use --max_memory_utilization",
+        "kv_cache_memory_bytes": "use --max_cache_size",
+        "num_gpu_blocks_override": "use --max_cache_size (bytes)",
+        "tensor_parallel_size": "use --tp_size, and --nnodes for the number of ranks",
+        "tp": "use --tp_size, and --nnodes for the number of ranks",
+        "data_parallel_size": "use --dp_size",
+        "dp": "use --dp_size",
+        "served_model_name": "use --model_id",
+        "model_path": "use --model",
+        "tokenizer_path": f"{_NO_EQUIVALENT}: the tokenizer is the one in --model",
+        "max_model_len": _WHOLE_CONTEXT,
+        "context_length": _WHOLE_CONTEXT,
+        "max_num_seqs": "use --max_seqs_per_batch",
+        "max_running_requests": "use --max_seqs_per_batch",
+        "max_num_batched_tokens": "use --max_tokens_per_batch",
+        "max_prefill_tokens": "use --max_tokens_per_batch",
+        "chunked_prefill_size": "use --max_tokens_per_chunk_for_prefill",
+        "enable_prefix_caching": "use --enable_prefix_cache",
+        "disable_radix_cache": "use --enable_prefix_cache=false",
+        "page_size": "use --block_size (tokens) or --phy_page_granularity_size (bytes)",
+        "seed": "use --random_seed",
+        "config": "use --config_json_file",
+        "uvicorn_log_level": "use --log_level",
+        "enable_sleep_mode": "use --enable_vmm_weights",
+        "speculative_model": "use --draft_model",
+        "speculative_draft_model_path": "use --draft_model",
+        "speculative_num_draft_tokens": "use --num_speculative_tokens",
+        "dist_init_addr": "use --master_node_addr",
+        "start_port": "use --port",
+        "machine_rank": "use --node_rank",
+        "enable_xtensor": "the older name: use --enable_vmm_kvcache and --enable_vmm_weights",
+        "enable_kvcache_vmm": "the older name: use --enable_vmm_kvcache and --enable_vmm_weights",
+        "trust_remote_code": f"{_NO_EQUIVALENT}: a checkpoint's code is never run",
+        "flagfile": "not supported: use --config_json_file",
+        "fromenv": "not supported: every XLLM_FLAG_<NAME> is read",
+        "tryfromenv": "not supported: every XLLM_FLAG_<NAME> is read",
+    }
+)
+"""Names that vLLM, SGLang, gflags and older xLLM scripts bring, and what to write instead."""
+
+
+class Canonical(NamedTuple):
+    """`argv` in order of first appearance; with `errors` it is what could be understood."""
+
+    argv: list[str]
+    warnings: list[str]
+    errors: list[str]
+
+
+def canonical(tokens: Sequence[str]) -> Canonical:
+    """The canonical spelling of `xllm serve`'s arguments. A repeated flag: the last one wins, with one warning."""
+    reader = _Reader(tokens)
+    reader.read()
+    argv = [f"--{name}={values[-1]}" for name, values in reader.given.items()]
+    warnings = [
+        f"--{name} is given {len(values)} times ({', '.join(map(repr, values))}): the last one, {values[-1]!r}, wins"
+        for name, values in reader.given.items()
+        if len(set(values)) > 1
+    ]
+    return Canonical(argv, warnings, reader.errors)
+
+
+@dataclass
+class _Reader:
+    """The tokens, how far they are read (`at`), and what was found so far."""
+
+    tokens: Sequence[str]
+    at: int = 0
+    given: dict[str, list[str]] = field(default_factory=dict)
+    positionals: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def read(self) -> None:
+        while self.at < len(self.tokens):
+            token = self.tokens[self.at]
+            self.at += 1
+            if token == "--":
+                self.positionals += [rest for rest in self.tokens[self.at :] if rest.strip()]
+                break
+            if reason := _unreadable(token):
+                self.errors.append(reason)
+            elif _is_flag(token):
+                self._read_flag(token)
+            elif token.strip(" \t\n"):
+                self.positionals.append(token)
+        self._read_positionals()
+
+    def _read_flag(self, token: str) -> None:
+        bare = token[1:] if token[1] != "-" else token[2:]
+        name, equals, value = bare.partition("=")
+        if re.search(r"\s", name.strip()):
+            self.errors.append(f"{token!r} holds a flag and its value in one argument: pass as two arguments or with =")
+            return
+        name = "help" if token == "-h" else name.strip().replace("-", "_")
+        if name in FLAGS:
+            self._give(name, value if equals else self._following(FLAGS[name]))
+        elif positive := _negated(name):
+            if equals:
+                self.errors.append(f"{token}: the negated form takes no value, write --{positive}={value}")
+            self._give(positive, "false")
+        else:
+            self.errors.append(_unknown(token.partition("=")[0], name))
+            if not equals and self._peek() is not None and not _is_flag(self.tokens[self.at]):
+                self.at += 1  # most likely its value: one error is enough
+
+    def _give(self, name: str, value: str | None) -> None:
+        if value is None:
+            self.errors.append(f"--{name} needs a value: {FLAGS[name].expects}")
+        else:
+            self.given.setdefault(name, []).append(value)
+
+    def _following(self, flag: Flag) -> str | None:
+        """The value of a flag given without `=`: its bare value, or the next argument where that is a value."""
+        after = self._peek()
+        if flag.kind == "bool" or "bare" in flag.meta:
+            if after is not None and after.lower() in TRUE_WORDS | FALSE_WORDS and flag.kind != "str":
+                self.at += 1
+                return after
+            return flag.meta.get("bare", "true")
+        if after is None or _is_flag(after) or after == "--":
+            return None
+        self.at += 1
+        return after
+
+    def _peek(self) -> str | None:
+        """The next argument, unless it cannot be a value. Blanks other than '' are stray line continuations."""
+        while self.at < len(self.tokens) and self.tokens[self.at].isspace() and "\r" not in self.tokens[self.at]:
+            self.at += 1
+        if self.at == len(self.tokens) or _unreadable(self.tokens[self.at]):
+            return None
+        return self.tokens[self.at]
+
+    def _read_positionals(self) -> None:
+        if len(self.positionals) == 1 and "model" not in self.given:
+            self.given["model"] = self.positionals
+            return
+        for token in self.positionals:
+            self.errors.append(
+                f"unexpected argument {token!r}: flags begin with --, and a true/false flag takes only true or false"
+            )
+
+
+def _is_flag(token: str) -> bool:
+    """`--name`, `-name` or `-h`; a negative number is a value."""
+    return re.match(r"--?[^-\d\s]|---|--\d", token) is not None
+
+
+def _unreadable(token: str) -> str:
+    """Why a token can only be a mistake of copying, or ''."""
+    if "\r" in token:
+        return f"{token!r} ends in a carriage return: the script has Windows line ends, convert it with dos2unix"
+    for char in token[:2]:
+        if char in _DASHES:
+            code, name = f"U+{ord(char):04X}", unicodedata.name(char)
+            return f"{token!r}: {char!r} looks like a dash but is {code} ({name}), type it as -"
+        if char != "-":
+            break
+    return ""
+
+
+def _negated(name: str) -> str:
+    """The true/false flag that `noNAME`, `no_NAME` or `no-NAME` turns off, or ''."""
+    for prefix in ("no_", "no"):
+        positive = name.removeprefix(prefix)
+        if positive != name and positive in FLAGS and FLAGS[positive].kind == "bool":
+            return positive
+    return ""
+
+
+def _unknown(spelled: str, name: str) -> str:
+    if name in FOREIGN:
+        return f"{spelled}: {FOREIGN[name]}"
+    if name.startswith("no") and name[2:].lstrip("_") in FLAGS:
+        return f"{spelled}: only true/false flags have a negated form"
+    return f"no such flag {spelled}" + did_you_mean(name, FLAGS, "--")

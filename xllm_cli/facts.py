@@ -1,0 +1,87 @@
+"""What the machine and the checkpoint say before anything is loaded: drivers, and a look at config.json.
+
+Never imports torch and opens no weight file. What cannot be read is unknown, not an error: the rules on flags stand
+alone then, and loading reports what is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xllm_cli.flags import FLAGS, Config
+
+_LIBRARIES = {"npu": "libascendcl.so", "cuda": "libcuda.so.1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`drivers`: devices with a usable VMM driver, of those asked for. `auto`: what --device=auto stands for.
+
+    `backend` and `is_hybrid` come from the checkpoint; None and False where it could not be read.
+    """
+
+    drivers: frozenset[str] = frozenset({"cpu"})
+    auto: str = "cpu"
+    backend: str | None = None
+    is_hybrid: bool = False
+
+
+def look(config: Config) -> Facts:
+    """The facts that the rules of this configuration depend on."""
+    auto = resolve_device("auto")
+    drivers = frozenset(device for device in {auto, config.model.device, "cpu"} if has_driver(device))
+    backend, is_hybrid = _peek(config.model.model)
+    return Facts(drivers, auto, backend, is_hybrid)
+
+
+def resolve_device(device: str) -> str:
+    """The device that `--device` means: auto is the first one that this build supports and whose driver loads."""
+    if device != "auto":
+        return device
+    flag = FLAGS["device"]
+    candidates = [name for name in flag.choices if name != "auto" and flag.is_supported(name)]
+    return next((name for name in candidates if has_driver(name)), candidates[-1])
+
+
+def has_driver(device: str) -> bool:
+    """Whether the device has a VMM driver here: its vendor library loads, or for cpu this is Linux."""
+    if device == "cpu":
+        return sys.platform == "linux"
+    if device not in _LIBRARIES:
+        return False
+    try:
+        ctypes.CDLL(_LIBRARIES[device])
+    except OSError:
+        return False
+    return True
+
+
+def _peek(model: str) -> tuple[str | None, bool]:
+    """The kind of engine a checkpoint folder needs, and whether it mixes linear with full attention."""
+    if not model:
+        return None, False
+    folder = Path(model)
+    try:
+        if (folder / "model_index.json").is_file():
+            return "dit", False
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None, False
+    if not isinstance(config, dict):
+        return None, False
+    text = config.get("text_config")
+    is_hybrid = _has_linear_layers(config) or (isinstance(text, dict) and _has_linear_layers(text))
+    return "vlm" if isinstance(config.get("vision_config"), dict) else "llm", is_hybrid
+
+
+def _has_linear_layers(config: dict[str, Any]) -> bool:
+    """By layer_types where given, else by the older keys that only hybrid models have."""
+    layer_types = config.get("layer_types")
+    if isinstance(layer_types, list):
+        return "linear_attention" in layer_types
+    return config.get("full_attention_interval", 1) != 1 or "linear_num_value_heads" in config

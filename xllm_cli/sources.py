@@ -1,0 +1,145 @@
+"""Where settings come from: default < environment `XLLM_FLAG_<NAME>` < JSON file < command line.
+
+Every setting keeps its source, so that a message can say who set it. Names and forms are checked here (is it a flag,
+is it a number), ranges and rules in config.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from xllm_cli.declare import closest, did_you_mean
+from xllm_cli.flags import FLAGS, sections
+
+ENVIRONMENT_PREFIX = "XLLM_FLAG_"
+
+
+class Setting(NamedTuple):
+    """A typed value and who gave it, in words."""
+
+    value: Any
+    source: str
+
+
+@dataclass(slots=True)
+class Settings:
+    """What was given, by flag name, and what was wrong with the rest."""
+
+    given: dict[str, Setting] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def read_text(self, name: str, text: str, source: str) -> None:
+        """Take a value written as text."""
+        flag = FLAGS[name]
+        try:
+            self.given[name] = Setting(flag.parse(text), source)
+        except ValueError:
+            self.errors.append(f"--{name}={text!r} ({source}): must be {flag.expects}")
+
+    def overlay(self, upper: Settings) -> None:
+        """Let another source win over what is here."""
+        self.given |= upper.given
+        self.warnings += upper.warnings
+        self.errors += upper.errors
+
+
+def gather(command_line: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
+    """All sources merged. `command_line` maps flag names to texts; a conflict between it and the file is warned of."""
+    settings = from_environment(environment)
+    top = Settings()
+    for name, text in command_line.items():
+        top.read_text(name, text, "command line")
+    file = top.given.get("config_json_file") or settings.given.get("config_json_file")
+    if file is not None and file.value:
+        layer = from_file(Path(file.value))
+        layer.warnings += [
+            f"{FLAGS[name].spell(setting.value)} ({setting.source}) gives way to "
+            f"{FLAGS[name].spell(top.given[name].value)} (command line)"
+            for name, setting in layer.given.items()
+            if name in top.given and top.given[name].value != setting.value
+        ]
+        settings.overlay(layer)
+    settings.overlay(top)
+    return settings
+
+
+def from_environment(environment: Mapping[str, str]) -> Settings:
+    """The `XLLM_FLAG_<NAME>` variables; an empty one is not set, an unknown one is warned of."""
+    settings = Settings()
+    for variable, text in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or not text:
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name in FLAGS:
+            settings.read_text(name, text, f"environment {variable}")
+        else:
+            close = closest(name, FLAGS)
+            hint = f", did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?" if close else ""
+            settings.warnings.append(f"{variable} names no flag and changes nothing{hint}")
+    return settings
+
+
+def from_file(path: Path) -> Settings:
+    """The flags of a JSON file: an object of flag names, or of sections of flag names; null is "not set"."""
+    settings = Settings()
+    try:
+        content = _load(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        settings.errors.append(f"--config_json_file={path}: {reason}")
+        return settings
+    if not isinstance(content, dict):
+        settings.errors.append(f"--config_json_file={path}: the top level must be an object")
+        return settings
+    for key, value in _flat(content):
+        _take_key(settings, key, value, path)
+    return settings
+
+
+def _take_key(settings: Settings, key: str, value: Any, path: Path) -> None:
+    name, source = key.replace("-", "_"), f"file {path}"
+    if name not in FLAGS or FLAGS[name].section == "launch":
+        settings.errors.append(f"{source}: no such flag {key!r}{did_you_mean(name, FLAGS)}")
+    elif name in settings.given:
+        settings.errors.append(f"{source}: {key!r} is given twice")
+    elif value is not None:
+        settings.given[name] = Setting(FLAGS[name].normalise(value), source)
+
+
+def _flat(content: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    """The flags of all levels; sections by attribute (`kv_cache`) or class name (`KVCacheConfig`)."""
+    names = {alias for attribute, section in sections() for alias in (attribute, section.__name__)}
+    for key, value in content.items():
+        if key in names and isinstance(value, dict):
+            yield from value.items()
+        else:
+            yield key, value
+
+
+def _load(path: Path) -> Any:
+    """Strict JSON in UTF-8, a byte-order mark allowed. ValueError says what is wrong and where."""
+    text = path.read_bytes().decode("utf-8-sig")
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno} column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"{key!r} is given twice")
+        content[key] = value
+    return content
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
