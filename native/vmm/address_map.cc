@@ -1,0 +1,75 @@
+#include "address_map.h"
+
+#include <cerrno>
+#include <fstream>
+#include <utility>
+
+namespace xllm::vmm {
+namespace {
+
+std::atomic<std::int64_t> process_vmas{0};
+
+std::int64_t default_vma_limit() {
+  std::int64_t limit = 65530;
+  std::ifstream("/proc/sys/vm/max_map_count") >> limit;
+  return limit * 7 / 10;
+}
+
+}  // namespace
+
+AddressMap::AddressMap(std::size_t page_bytes, std::int64_t vma_limit)
+    : page_bytes_(page_bytes), vma_limit_(vma_limit != 0 ? vma_limit : default_vma_limit()) {}
+
+void AddressMap::check_range(Verb verb, Address address, std::size_t nbytes) const {
+  const auto range = ranges_.find(address);
+  if (range == ranges_.end() || range->second != nbytes) throw Error(verb, EINVAL, address, "not a reserved range");
+  const auto page = pages_.lower_bound(address);
+  if (page != pages_.end() && page->first < address + nbytes) throw Error(verb, EBUSY, page->first, "a page is mapped in the range");
+}
+
+void AddressMap::insert(const Page& page) {
+  auto range = ranges_.upper_bound(page.address);
+  const bool inside = range != ranges_.begin() && page.address - (--range)->first < range->second;
+  if (!inside || (page.address - range->first) % page_bytes_ != 0) {
+    throw Error(Verb::kMap, EINVAL, page.address, "not a page of a reserved range");
+  }
+  if (!pages_.emplace(page.address, page.handle).second) throw Error(Verb::kMap, EBUSY, page.address, "already mapped");
+  runs_ += 1 - joined(page.address - page_bytes_, page.address) - joined(page.address, page.address + page_bytes_);
+}
+
+Handle AddressMap::erase(Address address) {
+  runs_ -= 1 - joined(address - page_bytes_, address) - joined(address, address + page_bytes_);
+  return pages_.extract(address).mapped();
+}
+
+bool AddressMap::joined(Address low, Address high) const {
+  const auto first = pages_.find(low), second = pages_.find(high);
+  return first != pages_.end() && second != pages_.end() && slot_of(first->second) + 1 == slot_of(second->second);
+}
+
+void AddressMap::charge(Verb verb) {
+  const std::int64_t change = wanted() - charged_;
+  const std::int64_t used = process_vmas.fetch_add(change) + change;
+  if (change > 0 && used > vma_limit_) {
+    process_vmas.fetch_sub(change);
+    throw Shortage(verb, ENOMEM, 0,
+                   "address-space entries: " + std::to_string(used) + " needed, " + std::to_string(vma_limit_) +
+                       " allowed (70 % of vm.max_map_count unless set)");
+  }
+  charged_ += change;
+}
+
+void AddressMap::settle() {
+  const std::int64_t change = wanted() - charged_;
+  process_vmas.fetch_add(change);
+  charged_ += change;
+}
+
+void AddressMap::clear() {
+  pages_.clear();
+  ranges_.clear();
+  runs_ = 0;
+  settle();
+}
+
+}  // namespace xllm::vmm

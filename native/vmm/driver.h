@@ -1,0 +1,113 @@
+// The seam between the server and the memory of a device. Pure C++: knows no Python, no tensors, no policy.
+//
+// A driver hands out address ranges (reserve) and physical pages (create), and puts pages into ranges (map).
+//
+// REQUIRES, for every driver; a caller that breaks one gets Error(EINVAL or EBUSY) and nothing has changed:
+//   * sizes are multiples of info().page_bytes; addresses lie at a page boundary of a reserved range;
+//   * map: the address is free; unmap: it is mapped; destroy: the handle is mapped nowhere;
+//   * release: the very range that reserve returned, with no page mapped in it;
+//   * no address and no handle appears twice in a batch (map may repeat a handle where info().can_alias).
+//
+// OUTCOMES. Shortage: out of pages, memory or address-space entries; an expected miss, try again later. Error: the device
+//   or the caller is at fault. create and map are all or nothing: on failure everything they did is undone. unmap and
+//   destroy do as much as they can and return what failed; that stays as it was (mapped, or a valid handle).
+//   A driver never aborts the process and never writes to stdout or stderr.
+//
+// OWNERSHIP. The driver owns ranges, handles and mappings. Contents move with the handle: unmap and map elsewhere keep
+//   the bytes. Fresh pages hold anything (host: zeros, or the poison byte). Once close() ran, ranges never released stay
+//   reserved, without memory, so that no view can ever see somebody else's memory.
+//
+// THREADS. create may run on several threads at once; other verbs on one thread at a time; info, counts, usage and
+//   memfd_bytes on any thread at any time. No driver calls back and no driver owns a thread.
+//
+// FORK. Mapped pages are shared writable with a forked child. Children must be started by exec; descriptors are
+//   close-on-exec. Core dumps include the pages unless bit 1 of /proc/self/coredump_filter is cleared (0x31).
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace xllm::vmm {
+
+using Address = std::uintptr_t;
+using Handle = std::uint64_t;  // never 0; a destroyed handle's number does not come back soon; adjacent pages sort adjacent
+
+enum class Verb : std::uint8_t { kReserve, kRelease, kCreate, kDestroy, kMap, kUnmap };
+inline constexpr std::array<const char*, 6> kVerbNames{"reserve", "release", "create", "destroy", "map", "unmap"};
+
+const char* verb_name(Verb verb);
+Verb verb_from_name(const std::string& name);  // throws std::invalid_argument
+
+// A failed verb. `code` is the vendor's (errno on the host); `address` 0 where none applies.
+class Error : public std::runtime_error {
+ public:
+  Error(Verb verb, int code, Address address, std::string text);
+  Verb verb;
+  int code;
+  Address address;
+  std::string text;
+};
+
+class Shortage : public Error {
+ public:
+  using Error::Error;
+};
+
+struct Info {
+  std::string name;        // "host", …
+  std::string mode;        // "huge", "4k"
+  std::size_t page_bytes;  // the mapping unit
+  std::uint64_t total;     // bytes of the device, the smallest limit that applies
+  std::uint64_t free;      // bytes that could be created now; a fresh reading, advisory
+  bool can_alias;          // one handle may be mapped at several addresses
+};
+
+struct Page {
+  Address address;
+  Handle handle;
+};
+
+struct Export {
+  int fd;  // the caller's to close
+  std::uint64_t offset;
+  std::size_t nbytes;
+};
+
+class Driver {
+ public:
+  Driver() = default;
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+  virtual ~Driver() = default;
+
+  virtual Info info() const = 0;
+  virtual Address reserve(std::size_t nbytes) = 0;
+  virtual void release(Address address, std::size_t nbytes) = 0;
+  virtual std::vector<Handle> create(std::size_t count) = 0;
+  virtual std::vector<Handle> destroy(std::vector<Handle> handles) = 0;
+  virtual void map(std::vector<Page> pages) = 0;
+  virtual std::vector<Address> unmap(std::vector<Address> addresses) = 0;
+  virtual Export export_handle(Handle handle) = 0;
+  virtual std::uint64_t memfd_bytes() const = 0;                         // physical bytes, as the kernel counts them
+  virtual std::map<std::string, std::uint64_t> usage() const = 0;        // now: handles, mapped, ranges, vmas
+  virtual void close() = 0;                                              // idempotent; all pages are gone afterwards
+
+  std::map<std::string, std::uint64_t> counts() const;  // since reset_counts: calls ("map") and pages ("map_pages")
+  void reset_counts();
+
+ protected:
+  // Notes a call; returns how many pages of this verb were counted before it.
+  std::uint64_t count_call(Verb verb, std::uint64_t pages);
+
+ private:
+  std::array<std::atomic<std::uint64_t>, kVerbNames.size()> calls_{};
+  std::array<std::atomic<std::uint64_t>, kVerbNames.size()> pages_{};
+};
+
+}  // namespace xllm::vmm

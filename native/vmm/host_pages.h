@@ -1,0 +1,47 @@
+// The system calls under the host driver: extents of a sparse memfd get memory and lose it, address space is reserved
+// and covered again. Knows no handles, ranges or budgets. Calls that can fail in passing return an errno, 0 on success.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "driver.h"
+#include "host_memory.h"
+
+namespace xllm::vmm {
+
+inline constexpr std::size_t kHugePage = std::size_t{2} << 20;
+
+struct Extent {
+  std::uint64_t offset;
+  std::size_t nbytes;
+};
+
+// A sparse memfd of `nbytes` that nobody can resize or seal further: no peer can make our access a SIGBUS.
+Fd make_sparse_file(std::uint64_t nbytes);
+
+// Gives the extent (multiple of 2 MiB) huge kernel pages. Where the kernel has none though memory is free, `has_room`
+// (may be empty: no) decides whether small pages may stand in for 2 MiB. Throws Shortage or Error(create); the extent is then to be punched.
+void back_huge(int file, Extent extent, const std::function<bool(std::size_t)>& has_room);
+
+// Gives the extent small kernel pages. Throws Shortage or Error(create). Out of memory may be a SIGKILL instead.
+void back_small(int file, Extent extent);
+
+// Overwrites the extent with one byte.
+void fill(int file, Extent extent, std::uint8_t byte);
+
+// Gives the extent's memory back to the system; it reads as a hole afterwards.
+int punch_hole(int file, Extent extent);
+
+// Address space without memory at a multiple of `alignment`; 0 and errno when there is none.
+Address reserve_space(std::size_t nbytes, std::size_t alignment);
+int release_space(Address address, std::size_t nbytes);
+
+// Puts the extent at `address` and fills the page tables. On failure the address is to be covered.
+int put_extent(int file, Extent extent, Address address, bool huge);
+
+// Makes the range inaccessible; its pages lose this mapping.
+int cover(Address address, std::size_t nbytes);
+
+}  // namespace xllm::vmm

@@ -1,0 +1,163 @@
+// The Python face of the drivers. Every verb releases the GIL; native code never calls Python, except to build the
+// exception or the capsule it returns.
+#include <nanobind/eval.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "faulty_driver.h"
+#include "host_driver.h"
+#include "view.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace xllm::vmm;
+
+namespace {
+
+using NoGil = nb::call_guard<nb::gil_scoped_release>;
+
+constexpr char kErrors[] = R"py(
+class VmmError(Exception):
+    """A driver verb failed: `op` its name, `code` the vendor's (errno on the host), `address` 0 where none applies."""
+
+    def __init__(self, op, code, address, text):
+        super().__init__(op, code, address, text)
+        self.op, self.code, self.address, self.text = op, code, address, text
+
+    def __str__(self):
+        place = f" at {self.address:#x}" if self.address else ""
+        return f"{self.op}{place}: {self.text} (code {self.code})"
+
+class VmmShortage(VmmError):
+    """Out of pages, memory or address-space entries: a miss, try again later."""
+)py";
+
+struct ErrorTypes {
+  PyObject* error;
+  PyObject* shortage;
+};
+
+void translate(const std::exception_ptr& pointer, void* payload) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const auto* types = static_cast<const ErrorTypes*>(payload);
+    PyObject* const type = dynamic_cast<const Shortage*>(&error) != nullptr ? types->shortage : types->error;
+    PyErr_SetObject(type, nb::make_tuple(verb_name(error.verb), error.code, error.address, error.text).ptr());
+  }
+}
+
+void bind_errors(nb::module_& module) {
+  nb::dict scope;
+  scope["__builtins__"] = nb::module_::import_("builtins");
+  scope["__name__"] = "xllm_cli._vmm";
+  nb::exec(kErrors, scope);
+  module.attr("VmmError") = scope["VmmError"];
+  module.attr("VmmShortage") = scope["VmmShortage"];
+  // Lives as long as the interpreter, like the module.
+  auto* const types = new ErrorTypes{nb::object(scope["VmmError"]).release().ptr(), nb::object(scope["VmmShortage"]).release().ptr()};
+  nb::register_exception_translator(translate, types);
+}
+
+// A capsule that nobody took over still owns its view.
+void drop_capsule(PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;
+  auto* const managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+  managed->deleter(managed);
+}
+
+nb::object make_capsule(Views& views, Address address, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides,
+                        int code, int bits) {
+  if (shape.size() != strides.size()) throw std::invalid_argument("shape and strides differ in length");
+  const DLDataType dtype{static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1};
+  DLManagedTensor* const managed = views.describe(address, std::move(shape), std::move(strides), dtype, {1, 0});
+  PyObject* const capsule = PyCapsule_New(managed, "dltensor", drop_capsule);
+  if (capsule == nullptr) {
+    managed->deleter(managed);
+    throw nb::python_error();
+  }
+  return nb::steal(capsule);
+}
+
+void map_pairs(Driver& driver, const std::vector<std::pair<Address, Handle>>& pairs) {
+  std::vector<Page> pages;
+  pages.reserve(pairs.size());
+  for (const auto& [address, handle] : pairs) pages.push_back({address, handle});
+  driver.map(std::move(pages));
+}
+
+std::tuple<int, std::uint64_t, std::size_t> export_tuple(Driver& driver, Handle handle) {
+  const Export exported = driver.export_handle(handle);
+  return {exported.fd, exported.offset, exported.nbytes};
+}
+
+void bind_drivers(nb::module_& module) {
+  nb::class_<Info>(module, "DriverInfo")
+      .def_ro("name", &Info::name)
+      .def_ro("mode", &Info::mode)
+      .def_ro("page_bytes", &Info::page_bytes)
+      .def_ro("total", &Info::total)
+      .def_ro("free", &Info::free)
+      .def_ro("can_alias", &Info::can_alias);
+  nb::class_<Driver>(module, "Driver")
+      .def("info", &Driver::info, NoGil())
+      .def("reserve", &Driver::reserve, "nbytes"_a, NoGil())
+      .def("release", &Driver::release, "address"_a, "nbytes"_a, NoGil())
+      .def("create", &Driver::create, "count"_a, NoGil())
+      .def("destroy", &Driver::destroy, "handles"_a, NoGil())
+      .def("map", &map_pairs, "pages"_a, NoGil())
+      .def("unmap", &Driver::unmap, "addresses"_a, NoGil())
+      .def("export", &export_tuple, "handle"_a, NoGil())
+      .def("counts", &Driver::counts, NoGil())
+      .def("reset_counts", &Driver::reset_counts, NoGil())
+      .def("usage", &Driver::usage, NoGil())
+      .def("memfd_bytes", &Driver::memfd_bytes, NoGil())
+      .def("close", &Driver::close, NoGil());
+  nb::class_<HostDriver, Driver>(module, "HostDriver")
+      .def(
+          "__init__",
+          [](HostDriver* self, bool huge, std::size_t page_bytes, std::uint64_t total_bytes, std::optional<std::uint8_t> poison,
+             std::int64_t vma_limit) { new (self) HostDriver({huge, page_bytes, total_bytes, poison, vma_limit}); },
+          nb::kw_only(), "huge"_a, "page_bytes"_a, "total_bytes"_a = 0, "poison"_a = nb::none(), "vma_limit"_a = 0);
+  nb::class_<FaultyDriver, Driver>(module, "FaultyDriver")
+      .def(nb::init<std::shared_ptr<Driver>>(), "inner"_a)
+      .def(
+          "fail",
+          [](FaultyDriver& self, const std::string& verb, std::uint64_t nth, bool shortage) {
+            self.fail(verb_from_name(verb), nth, shortage);
+          },
+          "verb"_a, "nth"_a, "shortage"_a, NoGil());
+}
+
+}  // namespace
+
+NB_MODULE(_vmm, module) {
+  module.doc() = "Virtual-memory drivers: the contract is in native/vmm/driver.h.";
+  nb::set_leak_warnings(false);  // a traceback that outlives the interpreter is no fault of ours
+  bind_errors(module);
+  bind_drivers(module);
+  nb::class_<Probe>(module, "Probe").def_ro("huge", &Probe::huge).def_ro("reason", &Probe::reason);
+  module.def("probe_host", &probe_host, NoGil());
+  module.def(
+      "host_memory",
+      [](const std::string& root) {
+        const MemoryReading reading = HostMemory(root).read();
+        return std::pair(reading.total, reading.free);
+      },
+      "root"_a = "", NoGil());
+  nb::class_<Views>(module, "Views")
+      .def(nb::init<>())
+      .def("count", &Views::count)
+      .def("capsule", &make_capsule, "address"_a, "shape"_a, "strides"_a, "code"_a, "bits"_a);
+  nb::class_<AnonymousMemory>(module, "AnonymousMemory")
+      .def(nb::init<std::size_t>(), "nbytes"_a)
+      .def_prop_ro("address", &AnonymousMemory::address)
+      .def_prop_ro("nbytes", &AnonymousMemory::nbytes)
+      .def("free", &AnonymousMemory::free, NoGil());
+}
