@@ -1,0 +1,199 @@
+"""The page pool: which physical pages a rank owns. Knows no addresses, no tensors and no reason for a page.
+
+An owned handle is either free here or in somebody's hands (taken). Elastic pools create on demand and destroy what is
+free on `trim`; a fixed pool creates everything at the start and keeps it until `close`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+
+from xllm_cli.errors import MemoryShortage
+from xllm_cli.vmm.driver import Driver, VmmShortage
+
+LOCK_DEADLINE_SECONDS = 1.0
+FIXED_BATCH_PAGES = 64
+FIXED_THREADS = 4
+
+
+class DeviceLock:
+    """A flock shared by all engines of one device, so that reading free memory and creating are one step."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    @contextmanager
+    def hold(self, deadline_seconds: float = LOCK_DEADLINE_SECONDS) -> Iterator[bool]:
+        """True inside: the lock is ours. False: another engine kept it until the deadline."""
+        deadline = time.monotonic() + deadline_seconds
+        pause = 0.0005
+        while not self._try_lock():
+            if time.monotonic() >= deadline:
+                yield False
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+        try:
+            yield True
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class PagePool:
+    """The handles of one rank: owned = free + taken.
+
+    `fixed_pages` None is an elastic pool. `lock_path` is the device's lock file for elastic creation (None: no
+    neighbours). `progress(done, total)` is called while a fixed pool is created. Raises MemoryShortage when a fixed
+    pool does not fit.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        *,
+        page_bytes: int,
+        fixed_pages: int | None = None,
+        lock_path: Path | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        assert page_bytes == driver.info().page_bytes, "the pool's page is the driver's page"
+        self.page_bytes = page_bytes
+        self.is_fixed = fixed_pages is not None
+        self.last_shortage = ""
+        self._driver = driver
+        self._owned: set[int] = set()
+        self._free: list[int] = []  # rising: adjacent pages together, so that runs of them share a kernel mapping
+        self._lock = DeviceLock(lock_path) if lock_path is not None else None
+        if fixed_pages is not None:
+            self._fill(fixed_pages, progress)
+
+    @property
+    def owned(self) -> int:
+        """Pages created and not destroyed."""
+        return len(self._owned)
+
+    @property
+    def free_handles(self) -> int:
+        """Pages owned and in nobody's hands."""
+        return len(self._free)
+
+    def take(self, count: int, *, keep_free: int = 0) -> list[int] | None:
+        """`count` handles, free ones first; an elastic pool creates the rest if `keep_free` bytes stay free then.
+
+        None: short, nothing changed, `last_shortage` says why with numbers. Raises VmmError if the device fails.
+        """
+        missing = count - len(self._free)
+        if missing > 0 and not self._create(missing, keep_free):
+            return None
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def give(self, handles: list[int]) -> None:
+        """Back to the free list. The caller has unmapped them."""
+        assert self._owned.issuperset(handles), "a pool is given only what it owns"
+        self._free = sorted(self._free + handles)
+
+    def trim(self) -> int:
+        """Destroy the free handles of an elastic pool; returns how many. A page the driver kept stays free."""
+        if self.is_fixed or not self._free:
+            return 0
+        return self._destroy_free()
+
+    def check(self) -> None:
+        """owned = free + taken, nothing twice, and the driver knows them all. Raises AssertionError."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a handle is free twice"
+        assert free <= self._owned, "a free handle is not owned"
+        assert self._free == sorted(self._free), "the free list rises"
+        usage = self._driver.usage()
+        assert len(self._owned) <= usage["handles"], "an owned handle is unknown to the driver"
+
+    def close(self) -> None:
+        """Destroy the free handles, of a fixed pool too. Handles still taken stay with the driver."""
+        if self._free:
+            self._destroy_free()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _create(self, count: int, keep_free: int) -> bool:
+        if self.is_fixed:
+            self.last_shortage = f"fixed pool: {count} more pages wanted, all {len(self._owned)} in use"
+            return False
+        if self._lock is None:
+            return self._create_checked(count, keep_free)
+        with self._lock.hold() as held:
+            if not held:
+                self.last_shortage = f"another engine held the device lock for {LOCK_DEADLINE_SECONDS:g} s"
+                return False
+            return self._create_checked(count, keep_free)
+
+    def _create_checked(self, count: int, keep_free: int) -> bool:
+        """The atomic part: read free memory, check, create. Nothing else of this device creates meanwhile."""
+        nbytes = count * self.page_bytes
+        free = self._driver.info().free
+        if free - nbytes < keep_free:
+            self.last_shortage = f"free memory: {nbytes} bytes wanted, {free} free, {keep_free} of them to be kept"
+            return False
+        try:
+            handles = self._driver.create(count)
+        except VmmShortage as shortage:
+            self.last_shortage = str(shortage)
+            return False
+        self._owned.update(handles)
+        self.give(handles)
+        return True
+
+    def _destroy_free(self) -> int:
+        kept = self._driver.destroy(self._free)
+        destroyed = set(self._free).difference(kept)
+        self._owned -= destroyed
+        self._free = sorted(kept)
+        return len(destroyed)
+
+    def _fill(self, pages: int, progress: Callable[[int, int], None] | None) -> None:
+        """Create `pages` in batches on a few threads: zeroing is what takes the time."""
+        batches = [min(FIXED_BATCH_PAGES, pages - start) for start in range(0, pages, FIXED_BATCH_PAGES)]
+        failures: list[BaseException] = []
+        with ThreadPoolExecutor(min(FIXED_THREADS, os.cpu_count() or 1), "page-pool") as threads:
+            futures = [threads.submit(self._driver.create, batch) for batch in batches]
+            for future in as_completed(futures):
+                if future.cancelled():
+                    continue
+                if error := future.exception():
+                    failures.append(error)
+                    for other in futures:
+                        other.cancel()
+                    continue
+                self._owned.update(future.result())
+                if progress is not None:
+                    progress(len(self._owned), pages)
+        self._free = sorted(self._owned)
+        if failures:
+            self._give_up(pages, failures[0])
+
+    def _give_up(self, pages: int, failure: BaseException) -> None:
+        created = len(self._owned)
+        self.close()
+        if not isinstance(failure, VmmShortage):
+            raise failure
+        raise MemoryShortage(
+            f"the fixed pool needs {pages} pages of {self.page_bytes} bytes, {created} could be created: {failure}; "
+            "lower --max_memory_utilization or --max_cache_size, or set --vmm_elastic=true"
+        ) from failure
