@@ -1,0 +1,147 @@
+"""The API process's end of the two sockets to the engine: requests out, outputs in, the last snapshot kept.
+
+Owns the sockets and which request belongs to whom. Knows nothing of HTTP, text or the engine's process.
+All methods run on the event loop's thread; nothing here waits except `receive`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from xllm_cli.core import (
+    Abort,
+    ErrorInfo,
+    Fatal,
+    FromEngine,
+    Loading,
+    Output,
+    Ready,
+    Request,
+    Shutdown,
+    Snapshot,
+    StepEvents,
+    ToEngine,
+)
+from xllm_cli.errors import EngineDead, RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class EngineClient:
+    """Requests to the engine and their outputs.
+
+    `loading` is the last phase heard, `ready` the engine's description once it serves, `snapshot` its last state,
+    `failure` why it is gone. `changed` is set whenever one of them changes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Bind both sockets in `folder` (0700, ours); the engine may connect before or after."""
+        self._context = zmq.Context()
+        self._requests = self._bind(zmq.PUSH, folder / "to_engine")
+        self._events = self._bind(zmq.PULL, folder / "from_engine")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._queues: dict[str, asyncio.Queue[Output]] = {}
+        self._heard = time.monotonic()
+        self.loading: Loading | None = None
+        self.ready: Ready | None = None
+        self.snapshot: Snapshot | None = None
+        self.failure: Fatal | None = None
+        self.changed = asyncio.Event()
+
+    def _bind(self, kind: int, path: Path) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(f"ipc://{path}")
+        path.chmod(0o600)
+        return socket
+
+    async def receive(self) -> None:
+        """Read messages until cancelled or the engine said Fatal. EngineDead on a message that cannot be read."""
+        socket = zmq.asyncio.Socket.from_socket(self._events)
+        decoder = msgspec.msgpack.Decoder(FromEngine)
+        while self.failure is None:
+            frame = await socket.recv()
+            try:
+                message = decoder.decode(frame)
+            except msgspec.DecodeError as error:
+                raise EngineDead(f"the engine sent a message that cannot be read: {error}") from error
+            self._heard = time.monotonic()
+            self._dispatch(message)
+
+    def _dispatch(self, message: FromEngine) -> None:
+        match message:
+            case StepEvents(outputs=outputs, snapshot=snapshot):
+                # The snapshot first: what is read after an answer includes that answer's step.
+                self.snapshot = snapshot or self.snapshot
+                for output in outputs:
+                    self._route(output)
+                return
+            case Loading(phase=phase, seconds=seconds):
+                logger.info("loading: %s, %.2f s after the engine's start", phase, seconds)
+                self.loading = message
+            case Ready():
+                self.ready, self.snapshot = message, message.snapshot
+            case Fatal():
+                self.failure = message
+        self.changed.set()
+
+    def _route(self, output: Output) -> None:
+        queue = self._queues.get(output.request_id)
+        if queue is None:
+            return  # aborted by us; the engine had not read that yet
+        queue.put_nowait(output)
+        if output.finish is not None or output.error is not None:
+            del self._queues[output.request_id]
+
+    def submit(self, requests: Iterable[Request]) -> asyncio.Queue[Output]:
+        """Send requests; their outputs arrive in one queue. The last output of each has `finish` or `error`."""
+        queue: asyncio.Queue[Output] = asyncio.Queue()
+        for request in requests:
+            self._queues[request.request_id] = queue
+            if not self._send(request):
+                raise RequestError("the engine is gone", status=503, code="engine_dead")
+        return queue
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests; ids that have ended are a no-op."""
+        for request_id in request_ids:
+            if self._queues.pop(request_id, None) is not None:
+                self._send(Abort(request_id))
+
+    def fail_all(self, error: ErrorInfo) -> None:
+        """End every open request with an error and tell the engine to forget it."""
+        for request_id, queue in list(self._queues.items()):
+            queue.put_nowait(Output(request_id=request_id, finish="error", error=error))
+        self.abort(list(self._queues))
+
+    def shutdown(self) -> None:
+        """Ask the engine to end."""
+        self._send(Shutdown())
+
+    def silent_seconds(self) -> float:
+        """Seconds since the engine said anything, 0 while it owes nothing."""
+        return time.monotonic() - self._heard if self._queues else 0.0
+
+    def close(self) -> None:
+        """Close the sockets; messages not yet sent are dropped."""
+        self._requests.close()
+        self._events.close()
+        self._context.term()
+
+    def _send(self, message: ToEngine) -> bool:
+        if not self._queues:
+            self._heard = time.monotonic()
+        try:
+            self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # without a high-water mark this means: nobody is connected
+            return False
+        return True
