@@ -1,0 +1,259 @@
+"""The requests of the OpenAI API: their fields, their ranges, and what is refused. Knows nothing of the engine's state.
+
+Unknown fields are kept apart for the log (`ignored_fields`); fields this server knows but cannot honour are refused,
+because ignoring them would change the answer silently.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from xllm_cli.errors import RequestError
+
+MAX_STOPS = 16
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+# Field → the values that ask for nothing. Any other value is a 400.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "beam_width": (None, 0, 1),
+    "best_of": (None, 1),
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "input_tensors": (None,),
+    "logit_bias": (None, {}),
+    "min_p": (None, 0),
+    "modalities": (None, ["text"]),
+    "presence_penalty": (None, 0),
+    "prompt_embeds": (None,),
+    "prompt_logprobs": (None,),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "use_beam_search": (None, False),
+}
+# Bookkeeping of clients that changes no answer: accepted without a word.
+HARMLESS = frozenset(
+    {"metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "service_tier", "store", "user"}
+)
+
+
+class StreamOptions(BaseModel):
+    """`include_usage` adds one last chunk with the usage; `continuous_usage_stats` adds it to every chunk."""
+
+    model_config = ConfigDict(strict=True)
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chat have in common."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: str | list[str] | None) -> str | list[str] | None:
+        stops = [value] if isinstance(value, str) else value or []
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"at most {MAX_STOPS} stop strings")
+        if any(not 1 <= len(stop) <= 1024 for stop in stops):
+            raise ValueError("a stop string has 1 to 1024 characters")
+        return value
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream to be true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, one or many."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """Whether every chunk carries the usage."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def token_limit(self) -> int | None:
+        """The explicit limit on new tokens, None when the client gave none."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives to report with each token; None for no log probabilities at all."""
+        return None
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Names this server does not know."""
+        return sorted(name for name in self.model_extra or {} if name not in UNSUPPORTED and name not in HARMLESS)
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Any = Field(description="a string, a list of strings, a list of token ids, or a list of such lists")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt as text or token ids. RequestError on any other shape."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt, list) and prompt:
+            if _are_token_ids(prompt):
+                return [prompt]
+            if len(prompt) <= MAX_CHOICES and all(isinstance(p, str) or (_are_token_ids(p) and p) for p in prompt):
+                return prompt
+        raise RequestError(
+            f"prompt must be a string, a list of strings, a list of token ids or up to {MAX_CHOICES} such lists",
+            code="invalid_prompt",
+            param="prompt",
+        )
+
+
+class ChatMessage(BaseModel):
+    """One message; fields beyond role and content reach the template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[dict[str, Any]] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message with its text parts joined. RequestError when a part is not text."""
+        return {**(self.model_extra or {}), "role": self.role, "content": self._text()}
+
+    def _text(self) -> str | None:
+        if not isinstance(self.content, list):
+            return self.content
+        texts = [part.get("text") for part in self.content if part.get("type") == "text"]
+        if len(texts) < len(self.content) or not all(isinstance(text, str) for text in texts):
+            raise RequestError(
+                "content parts must be text; other kinds need a multimodal model", code="unsupported", param="messages"
+            )
+        return "\n".join(text for text in texts if isinstance(text, str))
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
+
+
+def parse(kind: type[RequestModel], body: bytes) -> RequestModel:
+    """The request in a JSON body. RequestError 400 naming the field; the input is never repeated."""
+    fields = decode_object(body)
+    for name, neutral in UNSUPPORTED.items():
+        if name in fields and fields[name] not in neutral:
+            raise RequestError(f"{name} is not supported by this server", code="unsupported_parameter", param=name)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        depth = 3 if first["loc"][:1] == ("messages",) else 1  # deeper parts name union members, not fields
+        path = ".".join(str(part) for part in first["loc"][:depth]) or None
+        text = first["msg"].removeprefix("Value error, ")
+        message = f"{path}: {text}" if path else text
+        raise RequestError(message, code="invalid_value", param=path) from error
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A JSON object; NaN, bad UTF-8, other types and hopeless nesting are a 400."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError("the body is not valid JSON", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def body_schema(kind: type[GenerationRequest]) -> dict[str, Any]:
+    """What OpenAPI says of a route that takes this request: the body is read by `parse`, not by the framework."""
+    schema = kind.model_json_schema()
+    schema = _inlined(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+    if isinstance(node, dict):
+        if "$ref" in node:
+            return _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
+        return {name: _inlined(value, definitions) for name, value in node.items()}
+    return [_inlined(value, definitions) for value in node] if isinstance(node, list) else node
+
+
+def _are_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in value)

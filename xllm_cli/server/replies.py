@@ -1,0 +1,150 @@
+"""The JSON shapes of OpenAI answers: whole, and as the chunks of a stream. Knows no sockets and no engine.
+
+A stream's grammar, for each choice: [opening] delta* closing, where the closing chunk has an empty delta and the only
+`finish_reason`; then one usage chunk without choices if it was asked for.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from xllm_cli.core import FinishReason
+from xllm_cli.server.detokenizer import LogprobEntry, Piece
+from xllm_cli.server.generation import Usage, WholeChoice
+from xllm_cli.server.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0  # JSON has no -inf
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class Reply(ABC):
+    """One answer: its id, its model, and how its parts look."""
+
+    prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, model_id: str, tokenizer: Tokenizer, with_logprobs: bool) -> None:
+        self._tokenizer = tokenizer
+        self._with_logprobs = with_logprobs
+        self.reply_id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._head = {"id": self.reply_id, "created": int(time.time()), "model": model_id}
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+        """The answer of a request that did not stream."""
+        parts = [self._whole_choice(choice) for choice in choices]
+        return {**self._head, "object": self.whole_object, "choices": parts, "usage": usage_object(usage)}
+
+    def chunk(self, choice: dict[str, Any] | None) -> dict[str, Any]:
+        """A stream chunk around one choice's part, or around none."""
+        return {**self._head, "object": self.chunk_object, "choices": [] if choice is None else [choice]}
+
+    @abstractmethod
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The first part of a choice, if the shape has one."""
+
+    @abstractmethod
+    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A part with text."""
+
+    @abstractmethod
+    def closing(self, index: int, finish: FinishReason) -> dict[str, Any]:
+        """The last part of a choice."""
+
+    @abstractmethod
+    def _whole_choice(self, choice: WholeChoice) -> dict[str, Any]: ...
+
+    def _token_text(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class CompletionReply(Reply):
+    """The shapes of /v1/completions."""
+
+    prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        return self._part(index, piece.text, piece.entries, None)
+
+    def closing(self, index: int, finish: FinishReason) -> dict[str, Any]:
+        return self._part(index, "", [], finish)
+
+    def _whole_choice(self, choice: WholeChoice) -> dict[str, Any]:
+        return self._part(choice.index, choice.text, choice.entries, choice.finish)
+
+    def _part(
+        self, index: int, text: str, entries: Sequence[LogprobEntry], finish: FinishReason | None
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(entries) if self._with_logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+        return {
+            "text_offset": [entry.offset for entry in entries],
+            "tokens": [self._token_text(entry.logprob.token_id) for entry in entries],
+            "token_logprobs": [max(entry.logprob.logprob, MIN_LOGPROB) for entry in entries],
+            "top_logprobs": [
+                {self._token_text(token_id): max(value, MIN_LOGPROB) for token_id, value in entry.logprob.top}
+                for entry in entries
+            ],
+        }
+
+
+class ChatReply(Reply):
+    """The shapes of /v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return self._part(index, {"role": "assistant", "content": ""}, [], None)
+
+    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        return self._part(index, {"content": piece.text}, piece.entries, None)
+
+    def closing(self, index: int, finish: FinishReason) -> dict[str, Any]:
+        return self._part(index, {}, [], finish)
+
+    def _whole_choice(self, choice: WholeChoice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text}
+        logprobs = self._logprobs(choice.entries) if self._with_logprobs else None
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+
+    def _part(
+        self, index: int, delta: dict[str, Any], entries: Sequence[LogprobEntry], finish: FinishReason | None
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(entries) if self._with_logprobs and entries else None
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **self._token(entry.logprob.token_id, entry.logprob.logprob),
+                    "top_logprobs": [self._token(token_id, value) for token_id, value in entry.logprob.top],
+                }
+                for entry in entries
+            ]
+        }
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token_id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(raw)}
