@@ -1,0 +1,169 @@
+"""The event loop of the API process: serves, watches the engine, drains. Knows no route and no message.
+
+It ends in one of three ways: a signal (drain, 0), the engine's end (error events, 1 or what the engine said), or a
+tokenizer that cannot be read (1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from xllm_cli.core import ErrorInfo, Fatal, Ready
+from xllm_cli.errors import EngineDead
+from xllm_cli.flags import Config
+from xllm_cli.server.app import create_app
+from xllm_cli.server.engine_client import EngineClient
+from xllm_cli.server.launch import EngineProcess
+from xllm_cli.server.listen import urls
+from xllm_cli.server.signals import StopSignals
+from xllm_cli.server.state import ServedModel, ServerState
+from xllm_cli.server.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+EXIT_RANK_LOST = 75
+LAST_MESSAGES_SECONDS = 0.3  # what a dead engine had sent may still be in the socket
+SETTLE_SECONDS = 1.0  # for the last error events to reach their clients
+CLOSE_SECONDS = 2
+PROGRESS_SECONDS = 10.0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Service:
+    """Serves `config` on `listener` for as long as the engine lives and nobody asks to stop."""
+
+    def __init__(
+        self, config: Config, listener: socket.socket, client: EngineClient, engine: EngineProcess, *, started: float
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._client = client
+        self._engine = engine
+        self._started = started
+        self._state = ServerState(
+            client,
+            ServedModel.of(config.served_model_id, config.model.model),
+            config.service.max_concurrent_requests,
+        )
+
+    def run(self, stop: StopSignals) -> int:
+        """The exit code, or EngineDead or ModelError."""
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(self._run(stop))
+
+    async def _run(self, stop: StopSignals) -> int:
+        server = _Server(
+            uvicorn.Config(
+                create_app(self._state),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=CLOSE_SECONDS,
+            )
+        )
+        web = asyncio.create_task(server.serve([self._listener]))
+        stopped = asyncio.create_task(stop.wait())
+        messages = asyncio.create_task(self._client.receive())
+        ended = asyncio.create_task(self._engine.wait())
+        loaded = asyncio.create_task(self._load())
+        tasks: set[asyncio.Task[object]] = {stopped, messages, ended, loaded}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if loaded.done():
+                loaded.result()
+                await asyncio.wait(tasks - {loaded}, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                await self._drain(ended)
+                return 0
+            raise await self._engine_gone(ended, messages)
+        finally:
+            server.should_exit = True
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait({web, *tasks}, timeout=2 * CLOSE_SECONDS)
+
+    async def _load(self) -> None:
+        """Until requests can be served; ModelError when the tokenizer cannot be read."""
+        reading = asyncio.to_thread(Tokenizer.from_folder, self._config.model.model)
+        tokenizer, ready = await asyncio.gather(reading, self._engine_ready())
+        if tokenizer.chat_refusal is not None:
+            logger.warning("/v1/chat/completions is off: %s", tokenizer.chat_refusal)
+        self._state.tokenizer = tokenizer
+        _say(
+            f"xllm is ready on {' and '.join(urls(self._listener))}: {self._state.model.model_id} "
+            f"({ready.architecture}, {ready.dtype}), context {ready.max_model_len} tokens, "
+            f"cache for {ready.capacity_tokens} tokens, {time.monotonic() - self._started:.1f} s after the start"
+        )
+
+    async def _engine_ready(self) -> Ready:
+        """The engine's description; a phase that lasts gets a line every ten seconds."""
+        while self._client.ready is None:
+            self._client.changed.clear()
+            try:
+                await asyncio.wait_for(self._client.changed.wait(), PROGRESS_SECONDS)
+            except TimeoutError:
+                phase = self._client.loading.phase if self._client.loading else "starting"
+                logger.info("loading: still %s, %.0f s after the start", phase, time.monotonic() - self._started)
+        return self._client.ready
+
+    async def _drain(self, ended: asyncio.Task[int]) -> None:
+        """Let open requests end; what is left at the deadline gets an error event."""
+        if self._state.phase == "ready" and self._state.open_requests:
+            logger.info("stopping: %d requests are open", self._state.open_requests)
+        self._state.draining = True
+        deadline = time.monotonic() + self._config.service.shutdown_timeout_secs
+        while self._state.open_requests and time.monotonic() < deadline and not ended.done():
+            await asyncio.sleep(0.02)
+        await self._fail_open("the server is shutting down", "shutting_down")
+
+    async def _engine_gone(self, ended: asyncio.Task[int], messages: asyncio.Task[None]) -> EngineDead:
+        """Readiness off, an error event to every open request; returns what the process ends with."""
+        await asyncio.wait({messages}, timeout=LAST_MESSAGES_SECONDS)
+        failure = self._client.failure or _unexplained(ended, messages)
+        self._client.failure = failure
+        await self._fail_open("the engine ended while this request ran", "engine_dead")
+        error = EngineDead(failure.message)
+        served = self._client.ready is not None
+        error.exit_code = EngineDead.exit_code if served and failure.exit_code != EXIT_RANK_LOST else failure.exit_code
+        return error
+
+    async def _fail_open(self, message: str, code: str) -> None:
+        self._client.fail_all(ErrorInfo(message, 503, code))
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while self._state.open_requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+
+def _unexplained(ended: asyncio.Task[int], messages: asyncio.Task[None]) -> Fatal:
+    """What is known of an engine that ended without a word, or said something that cannot be read."""
+    if messages.done() and (error := messages.exception()) is not None:
+        return Fatal(str(error))
+    status = ended.result() if ended.done() else 1
+    if status < 0:
+        return Fatal(f"the engine was ended by {signal.Signals(-status).name}")
+    return Fatal(f"the engine ended with status {status}; its last lines say why", exit_code=status or 1)
+
+
+def _say(text: str) -> None:
+    """One line on stdout, if anybody still reads it."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, flush=True)
