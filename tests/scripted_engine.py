@@ -1,0 +1,189 @@
+"""A small engine that does what a prompt tells it: the peer of the API process in tests of the protocol and its faults.
+
+It speaks the same messages over the same sockets as the real engine. A prompt that holds a JSON object is a script:
+
+    say      text or token ids to generate; default: the prompt itself
+    finish   how it ends, "stop" or "length"; default "length"
+    at       token index at which something happens: error, die, garble, mute
+    error    [status, code] of an error sent there        die     exit status to end with there
+    garble   send bytes that are no message there         mute    say nothing more
+    endless  never end                                    delay   seconds between steps
+    per_step tokens in each output                        logprobs are made up: -(token id) / 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from xllm_cli.core import (
+    Abort,
+    Counters,
+    ErrorInfo,
+    Fatal,
+    FromEngine,
+    Loading,
+    Output,
+    Ready,
+    Request,
+    Shutdown,
+    Snapshot,
+    StepEvents,
+    ToEngine,
+    TokenLogprob,
+    VmmReport,
+)
+from xllm_cli.server.tokenizer import Tokenizer
+
+CONTEXT, VOCAB, EOS = 512, 320, 257
+
+
+@dataclass
+class Running:
+    """One request and how far its script is."""
+
+    request: Request
+    script: dict[str, Any]
+    tokens: list[int]
+    done: int = 0
+    due: float = field(default_factory=time.monotonic)
+
+
+class ScriptedEngine:
+    def __init__(self, folder: Path, death_fd: int) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        self.tokenizer = Tokenizer.from_folder(config["model"]["model"])
+        context = zmq.Context()
+        self.inbox, self.outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self.inbox.connect(f"ipc://{folder}/to_engine")
+        self.outbox.connect(f"ipc://{folder}/from_engine")
+        self.death_fd = death_fd
+        self.running: dict[str, Running] = {}
+        self.counters = {"generation_tokens": 0, "prompt_tokens_computed": 0, "steps": 0}
+
+    def send(self, message: FromEngine) -> None:
+        self.outbox.send(msgspec.msgpack.encode(message))
+
+    def serve(self) -> None:
+        while True:
+            delay = min((job.due for job in self.running.values()), default=time.monotonic() + 1) - time.monotonic()
+            self.inbox.poll(max(0, delay * 1000))
+            if select.select([self.death_fd], [], [], 0)[0]:
+                sys.exit(0)
+            while self.inbox.poll(0):
+                self.take(msgspec.msgpack.decode(self.inbox.recv(), type=ToEngine))
+            self.step()
+
+    def take(self, message: ToEngine) -> None:
+        match message:
+            case Request():
+                self.running[message.request_id] = self.start(message)
+            case Abort(request_id=request_id):
+                self.running.pop(request_id, None)
+                self.send(StepEvents(outputs=[], snapshot=self.snapshot()))
+            case Shutdown():
+                sys.exit(0)
+
+    def start(self, request: Request) -> Running:
+        text = self.tokenizer.decode(request.prompt_ids)
+        start, end = text.find("{"), text.rfind("}")
+        script = json.loads(text[start : end + 1]) if 0 <= start < end else {}
+        say = script.get("say", text)
+        tokens = say if isinstance(say, list) else self.tokenizer.encode(say, add_special_tokens=False)
+        self.counters["prompt_tokens_computed"] += len(request.prompt_ids)
+        return Running(request, script, tokens[: request.sampling.max_tokens])
+
+    def step(self) -> None:
+        now = time.monotonic()
+        ready = [job for job in self.running.values() if job.due <= now]
+        outputs = [output for job in ready if (output := self.advance(job)) is not None]
+        if outputs:
+            self.counters["steps"] += 1
+            self.send(StepEvents(outputs=outputs, snapshot=self.snapshot()))
+
+    def advance(self, job: Running) -> Output | None:
+        script, request_id = job.script, job.request.request_id
+        job.due = time.monotonic() + script.get("delay", 0)
+        if job.done >= script.get("at", 1 << 30):
+            return self.misbehave(job)
+        if script.get("endless"):
+            tokens, finish = self.tokenizer.encode("x"), None
+        else:
+            tokens = job.tokens[job.done : job.done + script.get("per_step", 1)]
+            finish = script.get("finish", "length") if job.done + len(tokens) >= len(job.tokens) else None
+        job.done += len(tokens)
+        self.counters["generation_tokens"] += len(tokens)
+        if finish:
+            del self.running[request_id]
+        wants = job.request.sampling.logprobs
+        logprobs = None if wants is None else [TokenLogprob(t, -t / 100, ((t, -t / 100),) * wants) for t in tokens]
+        return Output(
+            request_id=request_id, token_ids=tokens, logprobs=logprobs, finish=finish, output_tokens=job.done,
+            prompt_tokens=len(job.request.prompt_ids), cached_tokens=len(job.request.prompt_ids) // 2,
+        )  # fmt: skip
+
+    def misbehave(self, job: Running) -> Output | None:
+        script = job.script
+        if "die" in script:
+            if script["die"] == 75:
+                self.send(Fatal("rank 1 was lost", 75))
+                time.sleep(0.1)
+            os._exit(script["die"])
+        if "garble" in script:
+            self.outbox.send(b"\xc1 no message")
+        if "error" in script:
+            del self.running[job.request.request_id]
+            status, code = script["error"]
+            error = ErrorInfo("what went wrong, with numbers", status, code, retry_after=7)
+            return Output(request_id=job.request.request_id, finish="error", error=error)
+        job.due = 1 << 62  # garble and mute: nothing more
+        return None
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            memory=VmmReport(mapped=1 << 21, possible=1 << 22, ranks=[{"mapped": 1 << 21}]),
+            counters=Counters(**self.counters),
+            num_running=len(self.running),
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runtime_dir", type=Path, required=True)
+    parser.add_argument("--death_fd", type=int, required=True)
+    parser.add_argument("--loading_seconds", type=float, default=0)
+    parser.add_argument("--fatal", type=int, default=None)
+    options = parser.parse_args()
+    engine = ScriptedEngine(options.runtime_dir, options.death_fd)
+    engine.send(Loading("weights", 0.25))
+    time.sleep(options.loading_seconds)
+    if options.fatal is not None:
+        engine.send(Fatal("the model needs 9 bytes and 8 are free", options.fatal))
+        sys.exit(options.fatal)
+    engine.send(
+        Ready(
+            model_id="scripted",
+            architecture="Scripted",
+            dtype="float32",
+            max_model_len=CONTEXT,
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            capacity_tokens=CONTEXT,
+            snapshot=engine.snapshot(),
+        )
+    )
+    engine.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""`xllm serve` over the scripted engine: a model folder, a server in a subprocess, and its main program."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+ROOT = Path(__file__).parents[1]
+SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'cow' %}{{ raise_exception('no cows') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_model(folder: Path, template: str | None = TEMPLATE) -> Path:
+    """A folder with config and a tokenizer of one token per byte; ids 256 … 260 are the special tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"bos_token": SPECIAL[0], "eos_token": {"content": SPECIAL[1]}, "pad_token": None}
+    if template is not None:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Scripted"], "eos_token_id": 257}))
+    return folder
+
+
+class Server:
+    """A running server. `lines` is what it has said so far; `url` the first one it announced."""
+
+    def __init__(self, folder: Path, model: Path, engine: tuple[str, ...], service: dict[str, Any]) -> None:
+        self.log = folder / "server.log"
+        self.runtime = folder / "run"
+        self.runtime.mkdir(mode=0o700)
+        config = {"service": {"host": "127.0.0.1", "port": 0, **service}, "model": {"model": str(model)}}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, json.dumps(config), *engine],
+                stdout=log, stderr=log, cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XDG_RUNTIME_DIR": str(self.runtime)},
+            )  # fmt: skip
+        self.url = self.wait_for(r"listening on (http://\S+?);?( |$)")[1]
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, pattern: str, seconds: float = 20) -> re.Match[str]:
+        """The first match in what the server says; fails when it ends or says nothing of the kind in time."""
+        deadline = time.monotonic() + seconds
+        while (match := re.search(pattern, self.text(), re.MULTILINE)) is None:
+            ended = self.process.poll() is not None and re.search(pattern, self.text(), re.MULTILINE) is None
+            assert not ended and time.monotonic() < deadline, f"no {pattern!r} in:\n{self.text()}"
+            time.sleep(0.01)
+        return match
+
+    def wait_ready(self) -> Server:
+        self.wait_for("^xllm is ready on")
+        return self
+
+    def gauge(self, name: str) -> float:
+        """A value of /metrics by the beginning of its line."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return float(next(line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith(name)))
+
+    def wait_idle(self, seconds: float = 2) -> None:
+        """Until the engine runs nothing and no HTTP request is open."""
+        deadline = time.monotonic() + seconds
+        while self.gauge("vllm:num_requests_running") or self.gauge("xllm:open_http_requests"):
+            assert time.monotonic() < deadline, "requests are still running"
+            time.sleep(0.02)
+
+    def engine_pid(self) -> int:
+        return int(self.wait_for(r"engine process (\d+)")[1])
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+
+
+@contextmanager
+def serving(folder: Path, model: Path, *engine: str, **service: Any) -> Iterator[Server]:
+    """A server over the scripted engine with extra engine arguments and service flags; killed at the end."""
+    server = Server(folder, model, engine, service)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    from xllm_cli.flags import Config
+    from xllm_cli.server.run import run
+
+    command = (sys.executable, str(ROOT / "tests" / "scripted_engine.py"), *sys.argv[2:])
+    sys.exit(run(Config.model_validate(json.loads(sys.argv[1])), command))
