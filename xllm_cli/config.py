@@ -66,14 +66,14 @@ def resolve(settings: Settings, *, needs_model: bool = False) -> Resolved:
     except ValidationError as error:
         errors += [_out_of_range(str(detail["loc"][0]), settings) for detail in error.errors()]
     if errors:
-        raise ConfigError(_report(errors))
+        raise ConfigError(report(errors))
     sources = {name: setting.source for name, setting in settings.given.items()}
     case = rules.Case(config, facts.look(config), sources)
     broken = rules.problems(case)
     if needs_model and not config.model.model:
         broken.append("--model is missing. Fix: --model=FOLDER (`xllm fetch smollm2-135m-instruct` gets a small one)")
     if broken:
-        raise ConfigError(_report(broken))
+        raise ConfigError(report(broken))
     return Resolved(config, launched, sources, settings.warnings + rules.warnings(case))
 
 
@@ -93,7 +93,8 @@ def _out_of_range(name: str, settings: Settings) -> str:
     return f"--{name}={shown} ({source}): must be {FLAGS[name].expects}"
 
 
-def _report(problems: list[str]) -> str:
+def report(problems: list[str]) -> str:
+    """One problem as it is, several as a list."""
     if len(problems) == 1:
         return problems[0]
     return f"{len(problems)} problems with the configuration\n" + "\n".join(f"  - {problem}" for problem in problems)

@@ -91,19 +91,22 @@ class Flag:
     def expects(self) -> str:
         """The allowed values in words, for help and messages."""
         if self.kind == "bool":
-            return "true or false (also 1/0, t/f, yes/no, y/n, on/off)"
+            return "true or false"
         if self.kind == "choice":
             return "one of " + ", ".join(choice or '""' for choice in self.choices)
         if self.kind == "str":
             return "text"
-        noun = {"int": "an integer", "float": "a number", "bytes": "an integer of bytes (KiB, MiB, GiB allowed)"}[
-            self.kind
-        ]
-        low, high = self.meta.get("low", 0), self.meta.get("high", INT64_MAX)
-        return f"{noun} from {low:.10g}" + ("" if high >= INT64_MAX and self.kind == "float" else f" to {high:.19g}")
+        noun = {"int": "an integer", "float": "a number", "bytes": "bytes (KiB, MiB, GiB allowed)"}[self.kind]
+        if "high" not in self.meta:
+            return f"{noun} of at least {self.meta['low']:g}"
+        low, high = self.meta["low"], self.meta["high"]
+        return f"{noun} from {low:g} to {high:g}" if self.kind == "float" else f"{noun} from {low} to {high}"
 
     def parse(self, text: str) -> Any:
-        """The value that a text from the command line or the environment means; ValueError if it means none."""
+        """The value that a text from the command line or the environment means; ValueError if it means none.
+
+        Truth has many words (1/0, t/f, yes/no, y/n, on/off), bytes have suffixes, integers may be grouped (1_000).
+        """
         if self.kind == "bool":
             return parse_bool(text)
         if self.kind in ("int", "bytes"):

@@ -39,7 +39,8 @@ class Settings:
         try:
             self.given[name] = Setting(flag.parse(text), source)
         except ValueError:
-            self.errors.append(f"--{name}={text!r} ({source}): must be {flag.expects}")
+            words = " (also 1/0, t/f, yes/no, y/n, on/off)" if flag.kind == "bool" else ""
+            self.errors.append(f"--{name}={text!r} ({source}): must be {flag.expects}{words}")
 
     def overlay(self, upper: Settings) -> None:
         """Let another source win over what is here."""
