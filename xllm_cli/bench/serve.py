@@ -1,0 +1,173 @@
+"""`xllm bench serve`: elastic, fixed and physical KV cache side by side, or one running server.
+
+The servers stand ready together and take turns, workload by workload, repeat by repeat, so that whatever else the
+machine does falls on all of them alike; the table shows medians and ratios to the physical cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import click
+
+from xllm_cli.bench.load import Address, LoadResult, Workload, run_load
+from xllm_cli.bench.servers import Server, counters, memory
+from xllm_cli.errors import ConfigError
+from xllm_cli.fetch import fetch
+
+VARIANTS = {
+    "physical": ["--enable_vmm_kvcache=false"],
+    "fixed": ["--enable_vmm_kvcache=true", "--vmm_elastic=false"],
+    "elastic": ["--enable_vmm_kvcache=true", "--vmm_elastic=true"],
+}
+BASELINE = "physical"
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class Run(NamedTuple):
+    """One workload on one server: what the client saw, what the server counted, and bytes owned at its end."""
+
+    load: LoadResult
+    counts: dict[str, int]
+    physical: int
+
+
+Runs = dict[tuple[str, int], list[Run]]
+
+
+@click.group()
+def group() -> None:
+    """Measurements; each says what it compares."""
+
+
+@group.command("serve", context_settings={"ignore_unknown_options": True})
+@click.option("--url", help="benchmark this running server instead of starting three", metavar="URL")
+@click.option("--model", help=f"checkpoint folder; unset fetches {DEFAULT_MODEL}", type=click.Path(exists=True))
+@click.option("--concurrency", default="1,8,32", show_default=True, help="requests at a time, one workload for each")
+@click.option("--prompt_tokens", default=128, show_default=True, type=click.IntRange(1))
+@click.option("--output_tokens", default=64, show_default=True, type=click.IntRange(2))
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1))
+@click.option("--max_cache_size", default="1GiB", show_default=True, help="KV bytes of each server that is started")
+@click.option(
+    "--json_file", help="write every single measurement there", type=click.Path(dir_okay=False, path_type=Path)
+)
+@click.argument("server_flags", nargs=-1, type=click.UNPROCESSED)
+def serve(  # noqa: PLR0913  click passes one argument per option
+    *,
+    url: str | None,
+    model: str | None,
+    concurrency: str,
+    prompt_tokens: int,
+    output_tokens: int,
+    repeats: int,
+    max_cache_size: str,
+    json_file: Path | None,
+    server_flags: tuple[str, ...],
+) -> None:
+    """Tokens per second, time to the first token and between tokens, start-up time. Further flags go to the servers."""
+    workloads = [
+        Workload(count, max(4, 2 * count), prompt_tokens, output_tokens) for count in parse_counts(concurrency)
+    ]
+    with contextlib.ExitStack() as stack:
+        if url:
+            addresses, starts = {"server": parse_url(url)}, {}
+        else:
+            flags = [f"--model={model or fetch(DEFAULT_MODEL)}", f"--max_cache_size={max_cache_size}", *server_flags]
+            servers = dict(start_servers(flags, stack))
+            addresses = {name: server.address for name, server in servers.items()}
+            starts = {name: server.start_seconds for name, server in servers.items()}
+        runs = measure(addresses, workloads, repeats=repeats)
+    if starts:
+        click.echo("ready after  " + "  ".join(f"{name} {seconds:.1f} s" for name, seconds in starts.items()))
+    for line in table(runs, baseline=BASELINE):
+        click.echo(line)
+    if json_file:
+        json_file.write_text(json.dumps(as_json(runs, starts), indent=1) + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    """`xllm bench …` with the words after `bench`. Raises XllmError and click's usage errors."""
+    code = group.main(arguments, prog_name="xllm bench", standalone_mode=False)
+    return code if isinstance(code, int) else 0
+
+
+def parse_counts(text: str) -> list[int]:
+    """`1,8,32` → [1, 8, 32]. Raises ConfigError on anything but positive numbers."""
+    counts = [int(part) for part in text.split(",") if part.strip().isdigit()]
+    if len(counts) != len(text.split(",")) or 0 in counts:
+        raise ConfigError(f"--concurrency={text}: must be positive numbers with commas between, as in 1,8,32")
+    return counts
+
+
+def parse_url(url: str) -> Address:
+    """`http://host:port` → its address; a missing port is 80. Raises ConfigError on any other scheme."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ConfigError(f"--url={url}: must look like http://127.0.0.1:8010")
+    return Address(parts.hostname, parts.port or 80)
+
+
+def start_servers(flags: list[str], stack: contextlib.ExitStack) -> Iterator[tuple[str, Server]]:
+    """One ready server per variant, started one after the other; `stack` stops them."""
+    logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xllm-bench-")))
+    for name, variant in VARIANTS.items():
+        click.echo(f"starting {name}", err=True)
+        yield name, stack.enter_context(Server([*flags, *variant], log=logs / f"{name}.log"))
+
+
+def measure(addresses: Mapping[str, Address], workloads: list[Workload], *, repeats: int) -> Runs:
+    """Every workload on every server in turn, `repeats` times after one run that only warms up."""
+    runs: Runs = {}
+    for address in addresses.values():
+        run_load(address, workloads[0]._replace(requests=workloads[0].concurrency), seed=0)
+    for repeat in range(1, repeats + 1):
+        for workload in workloads:
+            for name, address in addresses.items():
+                before = counters(address)
+                load = run_load(address, workload, seed=repeat * 1000 + workload.concurrency)
+                after = counters(address)
+                counts = {key: after[key] - before[key] for key in after}
+                run = Run(load, counts, int(memory(address)["physical"]))
+                runs.setdefault((name, workload.concurrency), []).append(run)
+                click.echo(f"{repeat}/{repeats} {name} x{workload.concurrency}: {load.tokens_per_second:.1f}", err=True)
+    return runs
+
+
+def table(runs: Runs, *, baseline: str) -> Iterator[str]:
+    """The lines to print: medians over repeats, ranges of tokens/s, and the ratio of medians to `baseline`."""
+    yield "requests  KV cache   tok/s         range  ratio  TTFT ms  TPOT ms  KV MiB"
+    for (name, concurrency), repeats in sorted(runs.items(), key=lambda item: item[0][1]):
+        speeds = [run.load.tokens_per_second for run in repeats]
+        base = runs.get((baseline, concurrency), repeats)
+        ratio = statistics.median(speeds) / statistics.median(run.load.tokens_per_second for run in base)
+        first = 1000 * statistics.median(run.load.first for run in repeats)
+        between = 1000 * statistics.median(run.load.between for run in repeats)
+        mebibytes = statistics.median(run.physical for run in repeats) / 2**20
+        yield (
+            f"{concurrency:>8}  {name:<8} {statistics.median(speeds):>7.1f} {min(speeds):>6.1f}-{max(speeds):<6.1f} "
+            f"{ratio:>6.3f} {first:>8.1f} {between:>8.2f} {mebibytes:>7.0f}"
+        )
+
+
+def as_json(runs: Runs, starts: Mapping[str, float]) -> dict[str, Any]:
+    """Everything measured, one entry per run."""
+    entries = [
+        {
+            "server": name,
+            "concurrency": concurrency,
+            "tokens_per_second": run.load.tokens_per_second,
+            **run.load._asdict(),
+            **run.counts,
+            "physical": run.physical,
+        }
+        for (name, concurrency), repeats in runs.items()
+        for run in repeats
+    ]
+    return {"start_seconds": dict(starts), "runs": entries}
