@@ -1,0 +1,101 @@
+"""The operators a model file may call, and what an implementation says about itself.
+
+T tokens, a width W, H query heads and G kv heads of dimension D. `qkv` is [T, (H + 2·G) · D]: queries, keys, values.
+Matrices are [rows, width] and contiguous. Model types are float32 and bfloat16; sums are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from xllm_cli.models.batch import Batch, LayerKV
+
+
+class Heads(NamedTuple):
+    """Query heads, kv heads and the dimension of each."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(slots=True)
+class Linear:
+    """A weight in the form its operators like best (`form`), standing for [columns, depth]; bias float32 [columns]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    columns: int
+    depth: int
+    form: str
+    dtype: torch.dtype
+
+
+class Ops(Protocol):
+    """One device's operators. Results are new tensors unless "in place" is said.
+
+    kv_layout       how a cache should lie: interleaved or per_layer (models/kv_layout.py)
+    block_multiple  block sizes are multiples of this
+    row_invariant   a row of a result depends only on that row and its own KV: never on the batch, chunks or threads
+    """
+
+    kv_layout: str
+    block_multiple: int
+    row_invariant: bool
+
+    def pack_linear(
+        self, parts: Iterable[torch.Tensor], columns: int, depth: int, *, bias: torch.Tensor | None = None
+    ) -> Linear:
+        """Pack weights [columns_i, depth], one above the other, taking one at a time; Σ columns_i = columns."""
+        ...
+
+    def pack_embedding(self, table: torch.Tensor) -> Linear:
+        """Pack [vocab, width] for `embedding` and, where the head is tied to it, for `logits`."""
+        ...
+
+    def pack_head(self, weight: torch.Tensor) -> Linear:
+        """Pack [vocab, width] for `logits`."""
+        ...
+
+    def embedding(self, token_ids: torch.Tensor, table: Linear) -> torch.Tensor:
+        """Rows of the table: [T] int64 → [T, width]."""
+        ...
+
+    def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
+        """x · weightᵀ + bias: [T, depth] → [T, columns], in x's type."""
+        ...
+
+    def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
+        """x · headᵀ: [S, width] → [S, vocab] float32, never rounded to x's type."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / rms(x), rounded to x's type, times weight [W]."""
+        ...
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """residual += x in place; then the norm of residual."""
+        ...
+
+    def rope(self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, heads: Heads) -> None:
+        """Turn queries and keys in place: pairs (i, i + D/2) by the angles of table [P, cos D/2 | sin D/2]."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) · up: [T, 2·W] → [T, W]."""
+        ...
+
+    def write_kv(self, qkv: torch.Tensor, kv: LayerKV, slots: torch.Tensor, heads: Heads) -> None:
+        """Put keys and values of token t at slot slots[t]."""
+        ...
+
+    def attention(self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads) -> torch.Tensor:
+        """Causal attention of the batch's queries over their cached KV, scaled by D^-½: [T, H·D].
+
+        Memory of masked or unused positions may hold anything, NaN too.
+        """
+        ...

@@ -1,0 +1,169 @@
+"""Operators of a processor: native kernels (native/kernels) over packed weights. Row-invariant to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch  # before _kernels, which uses the OpenMP runtime torch loads
+
+from xllm_cli import _kernels
+from xllm_cli.models.batch import Batch, LayerKV
+from xllm_cli.models.ops.base import Heads, Linear
+
+_CODES = {torch.float32: 0, torch.bfloat16: 1}
+_PANEL = 16
+
+
+class CpuOps:
+    """One caller at a time: the kernels share scratch memory."""
+
+    kv_layout = "interleaved"
+    block_multiple = 1
+    row_invariant = True
+
+    def __init__(self, level: str = "auto") -> None:
+        self._kernels = _kernels.Kernels(level)
+
+    def pack_linear(
+        self, parts: Iterable[torch.Tensor], columns: int, depth: int, *, bias: torch.Tensor | None = None
+    ) -> Linear:
+        """See Ops: panels of 16 output columns, [panel][depth][16]; the last is filled up with zeros."""
+        packed = torch.empty(0)
+        first = 0
+        for part in parts:
+            if first == 0:
+                packed = torch.zeros((-(-columns // _PANEL), depth, _PANEL), dtype=part.dtype)
+            rows = part.contiguous()
+            assert rows.shape[1] == depth and first + rows.shape[0] <= columns and rows.dtype == packed.dtype
+            _kernels.pack_rows(rows.data_ptr(), packed.data_ptr(), first, rows.shape[0], depth, _CODES[packed.dtype])
+            first += rows.shape[0]
+        assert first == columns
+        return Linear(packed, None if bias is None else bias.float(), columns, depth, "panels", packed.dtype)
+
+    def pack_embedding(self, table: torch.Tensor) -> Linear:
+        """See Ops: packed as a head is, so that a tied head costs no second copy."""
+        return self.pack_linear([table], *table.shape)
+
+    def pack_head(self, weight: torch.Tensor) -> Linear:
+        """See Ops."""
+        return self.pack_linear([weight], *weight.shape)
+
+    def embedding(self, token_ids: torch.Tensor, table: Linear) -> torch.Tensor:
+        """See Ops. Ids must lie in the table."""
+        out = torch.empty((token_ids.shape[0], table.depth), dtype=table.dtype)
+        rows, code = token_ids.shape[0], _CODES[table.dtype]
+        self._kernels.embedding(token_ids.data_ptr(), table.weight.data_ptr(), out.data_ptr(), rows, table.depth, code)
+        return out
+
+    def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
+        """See Ops."""
+        return self._multiply(x, weight, x.dtype)
+
+    def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
+        """See Ops."""
+        return self._multiply(x, head, torch.float32)
+
+    def _multiply(self, x: torch.Tensor, weight: Linear, out_dtype: torch.dtype) -> torch.Tensor:
+        rows, depth = x.shape
+        assert depth == weight.depth and x.dtype == weight.dtype and x.is_contiguous()
+        out = torch.empty((rows, weight.columns), dtype=out_dtype)
+        self._kernels.linear(
+            x.data_ptr(),
+            weight.weight.data_ptr(),
+            0 if weight.bias is None else weight.bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            weight.columns,
+            depth,
+            _CODES[x.dtype],
+            _CODES[out_dtype],
+        )
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See Ops."""
+        out = torch.empty_like(x)
+        self._kernels.norm(
+            x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps, _CODES[x.dtype]
+        )
+        return out
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See Ops."""
+        assert x.shape == residual.shape and x.dtype == residual.dtype == weight.dtype
+        rows, width = x.shape
+        out = torch.empty_like(x)
+        self._kernels.norm(
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps, _CODES[x.dtype]
+        )
+        return out
+
+    def rope(self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, heads: Heads) -> None:
+        """See Ops. Positions must lie in the table."""
+        rows, stride = qkv.shape
+        turned = heads.num_heads + heads.num_kv_heads
+        self._kernels.rope(
+            qkv.data_ptr(),
+            positions.data_ptr(),
+            table.data_ptr(),
+            rows,
+            stride,
+            turned,
+            heads.head_dim,
+            _CODES[qkv.dtype],
+        )
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        rows, both = gate_up.shape
+        out = torch.empty((rows, both // 2), dtype=gate_up.dtype)
+        self._kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, both // 2, _CODES[gate_up.dtype])
+        return out
+
+    def write_kv(self, qkv: torch.Tensor, kv: LayerKV, slots: torch.Tensor, heads: Heads) -> None:
+        """See Ops. Slots must lie in the cache."""
+        assert qkv.dtype == kv.k.dtype
+        rows, stride = qkv.shape
+        item = qkv.element_size() * heads.head_dim
+        keys = qkv.data_ptr() + heads.num_heads * item
+        self._kernels.write_kv(
+            keys,
+            keys + heads.num_kv_heads * item,
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
+            slots.data_ptr(),
+            rows,
+            stride,
+            heads.num_kv_heads,
+            heads.head_dim,
+            kv.block_size,
+            kv.block_stride,
+            _CODES[qkv.dtype],
+        )
+
+    def attention(self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads) -> torch.Tensor:
+        """See Ops. head_dim: a multiple of 16 up to 256."""
+        assert qkv.dtype == kv.k.dtype
+        rows, stride = qkv.shape
+        out = torch.empty((rows, heads.num_heads * heads.head_dim), dtype=qkv.dtype)
+        requests, max_blocks = batch.block_tables.shape
+        self._kernels.attention(
+            qkv.data_ptr(),
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
+            out.data_ptr(),
+            batch.query_starts.data_ptr(),
+            batch.context_lens.data_ptr(),
+            batch.block_tables.data_ptr(),
+            requests,
+            stride,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            kv.block_size,
+            kv.block_stride,
+            max_blocks,
+            heads.head_dim**-0.5,
+            _CODES[qkv.dtype],
+        )
+        return out
