@@ -1,0 +1,43 @@
+"""Reading a checkpoint's tensors by name: shape checked, type converted, none forgotten. Knows no file format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+
+from xllm_cli.errors import ModelError
+
+
+class WeightReader:
+    """Hands out the tensors of a mapping and remembers which were asked for."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._read: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    def read(self, name: str, *shape: int) -> torch.Tensor:
+        """Tensor `name`, contiguous, in the reader's type. ModelError if it is missing or not of `shape`."""
+        if name not in self._weights:
+            raise ModelError(f"the checkpoint has no tensor {name}")
+        tensor = self._weights[name]
+        if tuple(tensor.shape) != shape:
+            found = f"tensor {name}{self._where(name)} is {list(tensor.shape)}"
+            raise ModelError(f"{found}, config.json says {list(shape)}")
+        self._read.add(name)
+        return tensor.to(self._dtype).contiguous()
+
+    def finish(self, *ignored: str) -> None:
+        """ModelError if the checkpoint holds a tensor nobody read, unless its name ends with one of `ignored`."""
+        left = [name for name in self._weights if name not in self._read and not name.endswith(ignored)]
+        if left:
+            raise ModelError(f"unexpected tensor {left[0]}{self._where(left[0])} ({len(left)} unexpected in all)")
+
+    def _where(self, name: str) -> str:
+        origin = getattr(self._weights, "origin", None)
+        return f" in {cast(str, origin(name))}" if origin is not None else ""
