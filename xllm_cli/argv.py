@@ -19,6 +19,7 @@ from xllm_cli.flags import FLAGS
 
 _NO_EQUIVALENT = "has no equivalent here"
 _WHOLE_CONTEXT = f"{_NO_EQUIVALENT}: a request may use the model's whole context; --max_cache_size caps memory"
+_HELP = MappingProxyType({"helpfull": "all", "helpshort": "short"})  # gflags' names for two of our --help=TOPIC
 _DASHES = frozenset("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d")
 
 FOREIGN = MappingProxyType(
@@ -118,7 +119,9 @@ class _Reader:
             self.errors.append(f"{token!r} holds a flag and its value in one argument: pass as two arguments or with =")
             return
         name = "help" if token == "-h" else name.strip().replace("-", "_")
-        if name in FLAGS:
+        if name in _HELP:
+            self._give("help", _HELP[name])
+        elif name in FLAGS:
             self._give(name, value if equals else self._following(FLAGS[name]))
         elif positive := _negated(name):
             if equals:
