@@ -1,0 +1,235 @@
+"""The loop's body: one step from requests to tokens. One thread owns everything here; there are no locks.
+
+Names the stages and decides what a request may ask for; scheduling, memory and execution are the scheduler's, the
+cache manager's and the group's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from xllm_cli.cache.manager import CacheManager
+from xllm_cli.core import ErrorInfo, Output, Request, Snapshot, StepEvents
+from xllm_cli.engine.report import Reporter
+from xllm_cli.engine.scheduler import Scheduler
+from xllm_cli.engine.sequence import Sequence
+from xllm_cli.errors import RequestError
+from xllm_cli.worker.group import Group
+from xllm_cli.worker.sampler import philox
+
+log = logging.getLogger(__name__)
+
+MEMORY_POLL_SECONDS = 0.05  # while a request waits for memory, look again this often (DESIGN.md §8)
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLimits:
+    """What one request may ask for, and how long the head of the queue waits for memory with nothing running."""
+
+    max_model_len: int
+    vocab_size: int
+    longest_prompt: int
+    memory_wait_seconds: float
+    random_seed: int
+
+
+class Engine:
+    """submit and abort between steps; step while there is work; the outputs say what happened."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cache: CacheManager,
+        group: Group,
+        *,
+        limits: ServingLimits,
+        reporter: Reporter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._cache = cache
+        self._group = group
+        self._limits = limits
+        self._reporter = reporter
+        self._clock = clock
+        self._sequences: dict[str, Sequence] = {}
+        self._arrivals = 0
+        self._starved_since: float | None = None
+
+    # --- between steps
+
+    def submit(self, request: Request) -> Output | None:
+        """Queue a request; an error output if it can never be served."""
+        try:
+            max_tokens = self._check(request)
+        except RequestError as error:
+            return refusal(request.request_id, error)
+        self._arrivals += 1
+        sequence = Sequence(
+            number=self._arrivals,
+            request=request,
+            table=self._cache.open(salt=request.cache_salt, media=request.media),
+            max_tokens=max_tokens,
+            seed=self._seed(request),
+        )
+        self._sequences[request.request_id] = sequence
+        self._scheduler.add(sequence)
+        return None
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; its blocks are free before the next step. Unknown ids are a no-op."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._scheduler.remove(sequence)
+
+    def step(self) -> StepEvents:
+        """plan → execute → commit. A plan whose pages could not be had is made again without growth."""
+        for _ in range(2):
+            plan = self._scheduler.plan(self._clock())
+            if not plan.rows and not plan.delta and not self._is_watching():
+                return StepEvents(self._expire(), self.snapshot())
+            result = self._group.execute(plan)
+            if result.mapped:
+                outputs = self._scheduler.commit(plan, result)
+                self._forget_finished(outputs)
+                return StepEvents(outputs + self._expire(), self.snapshot())
+            log.warning("step %d could not map its pages: %s", plan.step, result.shortage)
+            self._scheduler.rollback(plan, result)
+        return StepEvents(self._expire(), self.snapshot())
+
+    def seconds_until_due(self) -> float | None:
+        """How long the loop may sleep: 0 while rows run, None if nothing is due before a message comes."""
+        if self._scheduler.running:
+            return 0.0
+        now = self._clock()
+        deadline = self._cache.next_deadline(now)
+        due = [] if deadline is None else [max(0.0, deadline - now)]
+        if self._scheduler.waiting:
+            due.append(MEMORY_POLL_SECONDS)
+        return min(due, default=None)
+
+    def drain(self, deadline: float) -> list[Output]:
+        """Step until nothing runs or waits, or until `deadline` of the clock; everything that came out."""
+        outputs: list[Output] = []
+        while self.has_work and self._clock() < deadline:
+            outputs += self.step().outputs
+            time.sleep(self.seconds_until_due() or 0)
+        return outputs
+
+    def start_counting(self) -> None:
+        """The engine is ready: forget what the start-up cached and counted."""
+        self._cache.forget_all()
+        self._reporter.start_counting(self._scheduler)
+
+    def snapshot(self) -> Snapshot:
+        """The state as of now."""
+        return self._reporter.snapshot(self._scheduler)
+
+    @property
+    def has_work(self) -> bool:
+        """A request is running or waiting."""
+        return bool(self._sequences)
+
+    def check(self) -> None:
+        """Assert every invariant of the cache; for tests."""
+        self._cache.check()
+
+    def close(self) -> bool:
+        """End the ranks; False if a page or a view leaked."""
+        return self._group.close()
+
+    # --- one request
+
+    def _check(self, request: Request) -> int:
+        """The sequence's token limit; RequestError if the request can never be served."""
+        limits, prompt, asked = self._limits, len(request.prompt_ids), request.sampling.max_tokens
+        if not prompt:
+            raise RequestError("the prompt is empty", param="prompt")
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id!r} is already in use", status=409, code="duplicate_id")
+        bad = next((t for t in request.prompt_ids if not 0 <= t < limits.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} is not in the vocabulary of {limits.vocab_size}", param="prompt")
+        if prompt + (asked or 1) > limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {prompt} tokens and max_tokens is {asked or 1}: together more than the context of "
+                f"{limits.max_model_len} tokens",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+        if prompt > limits.longest_prompt:
+            raise RequestError(
+                f"the prompt has {prompt} tokens; without --enable_chunked_prefill it must fit into "
+                f"--max_tokens_per_batch={limits.longest_prompt}",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+        return self._clip_to_memory(prompt, asked)
+
+    def _clip_to_memory(self, prompt: int, asked: int | None) -> int:
+        """Refuse what could not fit even alone; clip a length that was not asked for (DESIGN.md §7)."""
+        possible = self._cache.possible_tokens()
+        # the last token's KV is never written
+        if prompt + (asked or 1) - 1 > possible:
+            needed = self._cache.blocks_for(prompt + (asked or 1) - 1) * self._cache.spec.bytes_per_block
+            raise RequestError(
+                f"the request needs {needed} bytes of KV cache for {prompt} prompt tokens and max_tokens {asked or 1}; "
+                f"at most {self._cache.possible_bytes()} bytes ({possible} tokens) are possible. Lower max_tokens, or "
+                "raise --max_cache_size or --max_memory_utilization",
+                code="kv_capacity_exceeded",
+                param="max_tokens" if asked else "prompt",
+            )
+        return asked or min(self._limits.max_model_len - prompt, possible + 1 - prompt)
+
+    def _seed(self, request: Request) -> int:
+        if request.sampling.seed is not None:
+            return request.sampling.seed
+        high, low, _, _ = philox(self._limits.random_seed, self._arrivals)
+        return high << 32 | low
+
+    # --- after a step
+
+    def _forget_finished(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if output.finish is not None:
+                del self._sequences[output.request_id]
+
+    def _is_watching(self) -> bool:
+        """Waiting for memory: an observation may show that it has come."""
+        return bool(self._scheduler.waiting)
+
+    def _expire(self) -> list[Output]:
+        """503 for the head of the queue once nothing has run for it during memory_wait_seconds."""
+        scheduler = self._scheduler
+        if scheduler.running or not scheduler.waiting:
+            self._starved_since = None
+            return []
+        now = self._clock()
+        self._starved_since = self._starved_since or now
+        if now - self._starved_since < self._limits.memory_wait_seconds:
+            return []
+        self._starved_since = None
+        head = scheduler.waiting[0]
+        self.abort(head.request.request_id)
+        return [refusal(head.request.request_id, self._shortage(head))]
+
+    def _shortage(self, sequence: Sequence) -> RequestError:
+        cache = self._cache
+        needed = (cache.blocks_for(len(sequence.tokens)) + 1) * cache.spec.bytes_per_block
+        headroom = cache.headroom()
+        return RequestError(
+            f"no memory for {self._limits.memory_wait_seconds:g} s: {needed} bytes of KV cache are needed, "
+            f"{max(0, headroom.bytes)} may be mapped now (limited by {headroom.limited_by})",
+            status=503,
+            code="kv_memory_unavailable",
+            retry_after=max(1, round(self._limits.memory_wait_seconds)),
+        )
+
+
+def refusal(request_id: str, error: RequestError) -> Output:
+    """A request's last output when it ends with an error."""
+    info = ErrorInfo(error.message, error.status, error.code, error.param, error.retry_after)
+    return Output(request_id=request_id, finish="error", error=info)

@@ -1,0 +1,155 @@
+"""The engine as a process: messages in, steps, messages out.
+
+    python -m xllm_cli.engine.process --runtime_dir DIR --death_fd N
+
+DIR holds config.json and the two sockets the server bound. One thread, one poller: inbox and death pipe. Sends never
+block; a server that stops reading is noticed by the death pipe or by its own deadline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+from setproctitle import setproctitle
+
+from xllm_cli.core import Abort, Fatal, FromEngine, Loading, Request, Shutdown, StepEvents, ToEngine
+from xllm_cli.engine.engine import Engine
+from xllm_cli.errors import XllmError
+from xllm_cli.flags import Config
+
+log = logging.getLogger("xllm.engine")
+
+IDLE_POLL_SECONDS = 1.0  # with nothing due the loop still looks up once a second
+_PR_SET_PDEATHSIG = 1
+
+
+class Parent:
+    """The server at the other end of the two sockets and of the death pipe."""
+
+    def __init__(self, runtime_dir: Path, death_fd: int) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._connect(zmq.PULL, runtime_dir / "to_engine")
+        self._outbox = self._connect(zmq.PUSH, runtime_dir / "from_engine")
+        self._death_fd = death_fd
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(death_fd, zmq.POLLIN)
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def _connect(self, kind: int, path: Path) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.linger = 1000
+        socket.connect(f"ipc://{path}")
+        return socket
+
+    def send(self, message: FromEngine) -> None:
+        """Queue a message; never waits (no high-water mark)."""
+        self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def receive(self, timeout: float) -> list[ToEngine | None]:
+        """Messages that are there, after at most `timeout` seconds; None in the list means the parent is gone."""
+        ready = dict(self._poller.poll(round(timeout * 1000)))
+        messages: list[ToEngine | None] = []
+        if self._death_fd in ready:
+            return [None]
+        while self._inbox in ready:
+            try:
+                messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                break
+        return messages
+
+    def close(self) -> None:
+        """Send what is queued, for a second at most, and close."""
+        self._context.destroy(linger=1000)
+
+
+def serve(engine: Engine, parent: Parent) -> None:
+    """Step until the parent says Shutdown or is gone."""
+    last: StepEvents | None = None
+    while True:
+        due = engine.seconds_until_due()
+        for message in parent.receive(IDLE_POLL_SECONDS if due is None else min(due, IDLE_POLL_SECONDS)):
+            match message:
+                case None | Shutdown():
+                    return
+                case Request():
+                    refused = engine.submit(message)
+                    if refused is not None:
+                        parent.send(StepEvents([refused]))
+                case Abort(request_id):
+                    engine.abort(request_id)
+        events = engine.step()
+        if events.outputs or last is None or events.snapshot != last.snapshot:
+            parent.send(events)
+            last = events
+
+
+def run(runtime_dir: Path, death_fd: int) -> int:
+    """Load, say Ready, serve. The exit code of the process."""
+    started = time.monotonic()
+    config = Config.model_validate_json((runtime_dir / "config.json").read_text())
+    parent = Parent(runtime_dir, death_fd)
+
+    def progress(phase: str) -> None:
+        parent.send(Loading(phase, time.monotonic() - started))
+
+    try:
+        progress("importing torch")
+        from xllm_cli.engine.host import build_engine  # brings torch: seconds, and the server should hear of them
+
+        engine, ready = build_engine(config, progress)
+        parent.send(ready)
+        serve(engine, parent)
+        engine.close()
+        return 0
+    except XllmError as error:
+        parent.send(Fatal(str(error), error.exit_code))
+        return error.exit_code
+    except Exception as error:
+        log.exception("the engine failed")
+        parent.send(Fatal(f"{type(error).__name__}: {error}", 1))
+        return 1
+    finally:
+        parent.close()
+
+
+def _die_with_parent() -> None:
+    """SIGKILL when the parent dies, also during a long load; the death pipe covers the race before this call."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `python -m xllm_cli.engine.process`."""
+    parser = argparse.ArgumentParser(prog="xllm engine")
+    parser.add_argument("--runtime_dir", type=Path, required=True)
+    parser.add_argument("--death_fd", type=int, required=True)
+    arguments = parser.parse_args(argv)
+    _die_with_parent()
+    os.set_inheritable(arguments.death_fd, False)
+    # the server decides when to end; a terminal's Ctrl-C and `pkill xllm` reach this process too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    setproctitle("xllm engine [rank 0]")
+    logging.basicConfig(
+        level=logging.INFO, format="%(levelname)s %(asctime)s [%(name)s] %(message)s", stream=sys.stderr
+    )
+    return run(arguments.runtime_dir, arguments.death_fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

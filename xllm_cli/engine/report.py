@@ -1,0 +1,102 @@
+"""The engine's state in numbers: what /vmm, /metrics and LLM.memory() show.
+
+Reads the cache manager and the scheduler; changes neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec.structs import astuple
+
+from xllm_cli.cache.manager import CacheManager
+from xllm_cli.core import Counters, Snapshot, VmmReport
+from xllm_cli.engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """What does not change while the engine runs. `driver` and `mode` are empty for a physical cache."""
+
+    model_id: str
+    device: str
+    driver: str
+    mode: str
+    page_bytes: int
+    arena_bytes: int
+
+
+class Reporter:
+    """Makes a Snapshot after every step: constant work, whatever the cache holds."""
+
+    def __init__(self, cache: CacheManager, facts: MemoryFacts) -> None:
+        self._cache = cache
+        self._facts = facts
+        self._before = Counters()
+
+    def start_counting(self, scheduler: Scheduler) -> None:
+        """Counters are zero from here on: what the start-up did is nobody's traffic."""
+        self._before = Counters()
+        self._before = self._counters(scheduler)
+
+    def snapshot(self, scheduler: Scheduler) -> Snapshot:
+        """Everything the outside may ask, as of now."""
+        counters = self._counters(scheduler)
+        return Snapshot(
+            memory=self._memory(counters),
+            counters=counters,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            waiting_for=scheduler.waiting_for,
+            healthy=self._cache.is_healthy,
+            reason="" if self._cache.is_healthy else "a page could not be unmapped three times in a row",
+        )
+
+    def _counters(self, scheduler: Scheduler) -> Counters:
+        totals, cache = scheduler.totals, self._cache.counters
+        now = Counters(
+            steps=totals.steps,
+            prompt_tokens_computed=totals.prompt_tokens,
+            generation_tokens=totals.generated_tokens,
+            prefix_cache_queries=totals.prefix_queries,
+            prefix_cache_hits=totals.prefix_hits,
+            preemptions=totals.preemptions,
+            prefill_chunks=totals.prefill_chunks,
+            evicted_blocks=cache.evicted_blocks,
+            pages_mapped=cache.pages_mapped,
+            pages_unmapped=cache.pages_unmapped,
+            map_failures=cache.map_failures,
+        )
+        since = zip(Counters.__struct_fields__, astuple(now), astuple(self._before), strict=True)
+        return Counters(**{name: after - before for name, after, before in since})
+
+    def _memory(self, counters: Counters) -> VmmReport:
+        cache, facts, seen = self._cache, self._facts, self._cache.observation
+        bands, headroom = cache.bands(), cache.headroom()
+        return VmmReport(
+            device=facts.device,
+            driver=facts.driver,
+            mode=facts.mode,
+            page_bytes=facts.page_bytes,
+            total=seen.total,
+            free=seen.free,
+            arena=facts.arena_bytes,
+            physical=seen.owned,
+            free_handles=seen.free_handles,
+            anon=seen.anon,
+            execution_room=seen.execution_room,
+            reserve=cache.limits.reserve,
+            limit=cache.limits.limit,
+            headroom=headroom.bytes,
+            headroom_limited_by=headroom.limited_by,
+            possible=cache.possible_bytes(),
+            ranks=[{"rank": 0, "total": seen.total, "free": seen.free, "physical": seen.owned}],
+            models={facts.model_id: {"state": "awake", "kv_mapped": bands["mapped"], "kv_live": bands["kv_live"]}},
+            tensors=[{"name": t.name, "bytes_per_block": t.bytes_per_block} for t in cache.spec.tensors],
+            pages_mapped_total=counters.pages_mapped,
+            pages_unmapped_total=counters.pages_unmapped,
+            map_failures_total=counters.map_failures,
+            evicted_blocks_total=counters.evicted_blocks,
+            preemptions_total=counters.preemptions,
+            **bands,
+        )

@@ -1,0 +1,298 @@
+"""Which sequences run in the next step: plan, then commit or rollback.
+
+Owns the waiting and the running sequences. Memory is asked of the cache manager, which answers yes or no; pages,
+devices and tensors are unknown here. Order of a plan: running decodes (oldest first), running prefills, newcomers.
+
+Who gives way when memory is short (SPEC.md §7): a running decode preempts the youngest by arrival, perhaps itself; a
+prefill waits while anything else runs; a waiting sequence never preempts. Newcomers are first come, first served:
+nobody overtakes the head of the queue, so a big request is not starved by small ones.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from xllm_cli.cache.manager import CacheManager
+from xllm_cli.core import Output, Row, StepPlan, StepResult
+from xllm_cli.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Bounds of one step. `chunk` is the most prompt tokens of one sequence, `prefill` of all; None is no bound."""
+
+    tokens: int
+    sequences: int
+    chunk: int | None
+    prefill: int | None
+    share_in_batch: bool = False
+
+
+@dataclass(slots=True)
+class Totals:
+    """What has been scheduled since the start; they only grow."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_chunks: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A sequence in a plan, and what to put back if the plan cannot be executed."""
+
+    sequence: Sequence
+    row: Row
+    computed_before: int
+    admitted: bool
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan being made."""
+
+    step: int
+    tokens_left: int
+    prefill_left: int
+    entries: list[_Entry] = field(default_factory=list)
+    is_short: bool = False
+
+
+class Scheduler:
+    """Continuous batching over one cache. One plan is open at a time: plan → (commit | rollback)."""
+
+    def __init__(self, cache: CacheManager, limits: StepLimits) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # by arrival
+        self.totals = Totals()
+        self.waiting_for = ""
+        self._cache = cache
+        self._limits = limits
+        self._draft = _Draft(0, 0, 0)
+
+    # --- arrivals and departures
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a newcomer."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence between two steps, wherever it is; its blocks go back at once."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence in self.running:
+            self.running.remove(sequence)
+        self._cache.release(sequence.table)
+
+    # --- plan
+
+    def plan(self, now: float) -> StepPlan:
+        """The next step. Without rows it may still change pages."""
+        limits = self._limits
+        prefill = limits.tokens if limits.prefill is None else limits.prefill
+        self.totals.steps += 1
+        self._draft = draft = _Draft(self.totals.steps, limits.tokens, prefill)
+        self.waiting_for = ""
+        self._obey_limit(draft)
+        self._schedule_decodes(draft)
+        self._schedule_prefills(draft)
+        if not draft.entries:
+            self._force_oldest(draft)
+        self._admit(draft)
+        delta = self._cache.plan_delta(now)
+        rows = tuple(entry.row for entry in draft.entries)
+        return StepPlan(step=draft.step, delta=delta, rows=rows, keep_free=self._cache.keep_free())
+
+    def _obey_limit(self, draft: _Draft) -> None:
+        """A limit lowered below what running sequences hold: the youngest give way."""
+        while self.running and self._cache.over_limit_bytes() > 0:
+            self._preempt(self.running[-1], draft)
+
+    def _schedule_decodes(self, draft: _Draft) -> None:
+        for sequence in [s for s in self.running if s.is_decoding]:
+            if draft.tokens_left < 1:
+                return
+            if sequence.preempted_in_step == draft.step:
+                continue
+            if self._make_room(sequence, 1, draft):
+                self._add(sequence, 1, draft)
+
+    def _make_room(self, sequence: Sequence, count: int, draft: _Draft) -> bool:
+        """Blocks for a running decode, if need be those of the youngest. While growth is closed it waits instead."""
+        while not self._cache.grow(sequence.table, sequence.computed + count):
+            draft.is_short = True
+            if self._cache.growth_is_closed:
+                return False
+            victim = self.running[-1]  # younger than every sequence already in the draft, or `sequence` itself
+            self._preempt(victim, draft)
+            if victim is sequence:
+                return False
+        return True
+
+    def _schedule_prefills(self, draft: _Draft) -> None:
+        for sequence in [s for s in self.running if not s.is_decoding]:
+            if draft.is_short or not self._prefill(sequence, draft):
+                return
+
+    def _prefill(self, sequence: Sequence, draft: _Draft) -> bool:
+        """Schedule a running prefill's next chunk; False if it must wait and so must everybody behind it."""
+        before = sequence.computed
+        self._match(sequence)
+        count = self._chunk(sequence, draft)
+        if count < 1 or not self._cache.grow(sequence.table, sequence.computed + count):
+            draft.is_short = count > 0
+            self._cache.shrink(sequence.table, self._cache.blocks_for(before))
+            sequence.computed = before
+            return False
+        self.totals.prefix_hits += sequence.computed - before
+        self._add(sequence, count, draft, computed_before=before)
+        return True
+
+    def _force_oldest(self, draft: _Draft) -> None:
+        """Nothing could run: the youngest give way, one after another, until the oldest runs or is alone."""
+        while self.running:
+            oldest = self.running[0]
+            count = 1 if oldest.is_decoding else self._chunk(oldest, draft)
+            if self._cache.grow(oldest.table, oldest.computed + count):
+                self._add(oldest, count, draft)
+                return
+            self._preempt(self.running[-1], draft)
+
+    def _admit(self, draft: _Draft) -> None:
+        while self.waiting and len(self.running) < self._limits.sequences:
+            sequence = self.waiting[0]
+            if draft.is_short or sequence.preempted_in_step == draft.step:
+                self.waiting_for = "memory"
+                return
+            if not self._admit_head(sequence, draft):
+                self._cache.release(sequence.table)
+                sequence.computed = 0
+                return
+            self.waiting.popleft()
+            insort(self.running, sequence, key=lambda s: s.number)
+            self.totals.prefix_queries += len(sequence.tokens)
+            self.totals.prefix_hits += draft.entries[-1].row.start
+            sequence.cached_tokens = max(sequence.cached_tokens, draft.entries[-1].row.start)
+        if self.waiting:
+            self.waiting_for = "a slot"
+
+    def _admit_head(self, sequence: Sequence, draft: _Draft) -> bool:
+        """Admission needs the whole remaining prompt and one block more to fit, besides what was promised before."""
+        self._match(sequence)
+        count = self._chunk(sequence, draft)
+        if count < 1:
+            self.waiting_for = "a step"
+            return False
+        promised = sum(self._blocks_missing(s) for s in self.running if not s.is_decoding)
+        fits = self._cache.fits(promised + self._blocks_missing(sequence) + 1)
+        if not fits or not self._cache.grow(sequence.table, sequence.computed + count):
+            self.waiting_for = "memory"
+            return False
+        self._add(sequence, count, draft, computed_before=0, admitted=True)
+        return True
+
+    def _match(self, sequence: Sequence) -> None:
+        """Take over what is cached of the part not yet computed; possible only at a block boundary."""
+        if sequence.computed % self._cache.block_size == 0:
+            sequence.computed = max(sequence.computed, self._cache.match(sequence.table, sequence.tokens))
+
+    def _chunk(self, sequence: Sequence, draft: _Draft) -> int:
+        """How many tokens of a prefill may run now. Without chunking a prompt runs whole; only what is recomputed after
+        a preemption can be longer than a whole step, and is cut then."""
+        missing = len(sequence.tokens) - sequence.computed
+        room = min(draft.tokens_left, draft.prefill_left)
+        if self._limits.chunk is not None:
+            return min(missing, room, self._limits.chunk)
+        return min(missing, room) if missing <= room or not draft.entries else 0
+
+    def _blocks_missing(self, sequence: Sequence) -> int:
+        return self._cache.blocks_for(len(sequence.tokens)) - len(sequence.table.blocks)
+
+    def _add(
+        self,
+        sequence: Sequence,
+        count: int,
+        draft: _Draft,
+        *,
+        computed_before: int | None = None,
+        admitted: bool = False,
+    ) -> None:
+        before = sequence.computed if computed_before is None else computed_before
+        draft.entries.append(_Entry(sequence, sequence.row(count), before, admitted))
+        draft.tokens_left -= count
+        if not sequence.is_decoding:
+            draft.prefill_left -= count
+            if self._limits.share_in_batch:
+                self._cache.publish(sequence.table, sequence.tokens, sequence.computed + count, provisional=True)
+
+    def _preempt(self, victim: Sequence, draft: _Draft) -> None:
+        """Give a running sequence's blocks back; it waits ahead of newcomers and recomputes (from its cached blocks)."""
+        self.running.remove(victim)
+        self._cache.release(victim.table)
+        victim.computed = 0
+        victim.preempted_in_step = draft.step
+        self._requeue(victim)
+        self.totals.preemptions += 1
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Put a sequence back where its arrival says: the running are all older than the newcomers behind them."""
+        place = next((i for i, other in enumerate(self.waiting) if other.number > sequence.number), len(self.waiting))
+        self.waiting.insert(place, sequence)
+
+    # --- outcomes
+
+    def rollback(self, plan: StepPlan, result: StepResult) -> None:
+        """The plan's pages could not be had: no row ran. Blocks and cursors go back; unmaps and evictions stand."""
+        self._cache.withdraw()
+        for entry in reversed(self._draft.entries):
+            sequence = entry.sequence
+            if entry.admitted:
+                self.running.remove(sequence)
+                self._cache.release(sequence.table)
+                self._requeue(sequence)
+            else:  # a table always covers exactly what is computed, so the cursor tells the blocks
+                self._cache.shrink(sequence.table, self._cache.blocks_for(entry.computed_before))
+            sequence.computed = entry.computed_before
+        self._draft.entries.clear()
+        self._cache.refuse(plan.delta, result.stuck)
+        self._cache.observe(result.observation)
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
+        """Every row ran: append tokens, publish full blocks, release what finished. One output per token drawn."""
+        self._cache.acknowledge(plan.delta, result.stuck)
+        self._cache.observe(result.observation)
+        drawn = iter(result.tokens)
+        outputs: list[Output] = []
+        for entry in self._draft.entries:
+            sequence, row = entry.sequence, entry.row
+            self._count(sequence, row)
+            sequence.computed += len(row.token_ids)
+            if row.sampling is not None:
+                token = next(drawn)
+                finish = sequence.append(token.token_id)
+                outputs.append(sequence.output([token], finish))
+            else:
+                finish = None
+            self._cache.publish(sequence.table, sequence.tokens, sequence.computed)
+            if finish is not None:
+                self.remove(sequence)
+        self._draft.entries.clear()
+        return outputs
+
+    def _count(self, sequence: Sequence, row: Row) -> None:
+        end = row.start + len(row.token_ids)
+        self.totals.prompt_tokens += max(0, min(end, sequence.num_prompt) - row.start)
+        self.totals.prefill_chunks += not sequence.is_decoding
+        self.totals.generated_tokens += row.sampling is not None
+
+    def sequences(self) -> Iterable[Sequence]:
+        """Everything that is not finished."""
+        yield from self.running
+        yield from self.waiting

@@ -1,0 +1,96 @@
+"""One request's life inside the engine: its tokens, how far its KV is written, and its blocks.
+
+Owned by the engine thread alone. Knows no pages, no device and no HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from xllm_cli.cache.blocks import BlockTable
+from xllm_cli.core import FinishReason, Output, Request, Row, RowSampling, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` is the prompt and what was generated; positions `[0, computed)` have their KV written.
+
+    A running sequence whose `computed == len(tokens) - 1` decodes; otherwise it prefills. After a preemption
+    `computed` is 0 again and the generated tokens are prefilled like a prompt.
+    """
+
+    number: int
+    request: Request
+    table: BlockTable
+    max_tokens: int
+    seed: int
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    cached_tokens: int = 0
+    preempted_in_step: int = -1
+    waiting_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the newest token's KV is missing."""
+        return self.num_generated > 0 and self.computed == len(self.tokens) - 1
+
+    def row(self, count: int) -> Row:
+        """The next `count` tokens to run; draws a token when they reach the end of what is known."""
+        end = self.computed + count
+        return Row(
+            sequence=self.number,
+            token_ids=self.tokens[self.computed : end],
+            start=self.computed,
+            blocks=list(self.table.blocks),
+            sampling=self._sampling() if end == len(self.tokens) else None,
+        )
+
+    def _sampling(self) -> RowSampling:
+        wanted = self.request.sampling
+        held_back = self.num_generated < wanted.min_tokens
+        return RowSampling(
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            top_k=wanted.top_k,
+            seed=self.seed,
+            choice=self.request.choice,
+            position=self.num_generated,
+            logprobs=wanted.logprobs,
+            forbidden=wanted.stop_token_ids if held_back else (),
+        )
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Take the next token; the reason if the sequence ends with it."""
+        self.tokens.append(token_id)
+        sampling = self.request.sampling
+        if token_id in sampling.stop_token_ids and self.num_generated > sampling.min_tokens:
+            return "stop"
+        if self.num_generated >= self.max_tokens:
+            return "length"
+        return None
+
+    def output(self, tokens: list[TokenLogprob], finish: FinishReason | None = None) -> Output:
+        """What the client hears of this step."""
+        return Output(
+            request_id=self.request.request_id,
+            token_ids=[t.token_id for t in tokens],
+            logprobs=tokens if self.request.sampling.logprobs is not None else None,
+            finish=finish,
+            prompt_tokens=self.num_prompt,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.num_generated,
+        )

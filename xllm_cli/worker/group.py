@@ -1,0 +1,46 @@
+"""The ranks of one model, seen as one: a plan goes to all, one result comes back.
+
+With one rank the plan is a function call and its vote is its own.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from xllm_cli.core import Observation, StepPlan, StepResult
+from xllm_cli.worker.worker import Worker
+
+
+class Group(Protocol):
+    """Ranks that execute a plan in lockstep."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan on every rank; `mapped` only if every rank mapped."""
+        ...
+
+    def observe(self) -> Observation:
+        """The tightest rank's memory, now."""
+        ...
+
+    def close(self) -> bool:
+        """End the ranks; False if one leaked."""
+        ...
+
+
+class LocalGroup:
+    """One rank, in this process."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See Group."""
+        return self._worker.execute(plan)
+
+    def observe(self) -> Observation:
+        """See Group."""
+        return self._worker.observe()
+
+    def close(self) -> bool:
+        """See Group."""
+        return self._worker.close()

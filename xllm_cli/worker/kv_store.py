@@ -1,0 +1,182 @@
+"""The KV tensors of one rank: their arenas, and the page changes of a plan applied all or nothing.
+
+Owns arenas and what is mapped in them. Does not know blocks, sequences or budgets: pages come in a PageDelta.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from xllm_cli.core import PageDelta, PageRef
+from xllm_cli.vmm.arena import AnonymousRange, Arena
+from xllm_cli.vmm.driver import VmmError
+from xllm_cli.vmm.pool import PagePool
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaOutcome:
+    """`mapped` False: this delta's maps are undone. `stuck`: pages that are still mapped although they should not be."""
+
+    mapped: bool
+    stuck: tuple[PageRef, ...] = ()
+    shortage: str = ""
+
+
+class KvStore(Protocol):
+    """Where the KV tensors live."""
+
+    def apply(self, delta: PageDelta, keep_free: int) -> DeltaOutcome:
+        """Unmap, then map; on failure undo the maps. `keep_free`: bytes that growth leaves free on the device."""
+        ...
+
+    def trim(self) -> None:
+        """Give surplus handles back to the device."""
+        ...
+
+    @property
+    def owned_bytes(self) -> int:
+        """Distinct handles this rank owns, in bytes."""
+        ...
+
+    @property
+    def free_handle_bytes(self) -> int:
+        """Handles owned but not mapped, in bytes."""
+        ...
+
+    def tensor(
+        self, index: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int, /
+    ) -> torch.Tensor:
+        """A strided view of KV tensor `index`; `offset` and `strides` in elements."""
+        ...
+
+    def close(self) -> bool:
+        """Unmap and release everything; False if something is still in use and was kept."""
+        ...
+
+
+class VirtualKvStore:
+    """KV tensors in arenas of a page pool."""
+
+    def __init__(self, arenas: Sequence[Arena], pool: PagePool, page_bytes: int) -> None:
+        self._arenas = list(arenas)
+        self._pool = pool
+        self._page_bytes = page_bytes
+
+    def apply(self, delta: PageDelta, keep_free: int) -> DeltaOutcome:
+        """See KvStore. Handles freed by the unmaps are the first to be mapped again."""
+        stuck = self._unmap(delta.unmap)
+        if not delta.map:
+            return DeltaOutcome(True, stuck)
+        try:
+            handles = self._pool.take(len(delta.map), keep_free=keep_free)
+            if handles is None:
+                return DeltaOutcome(False, stuck, self._pool.last_shortage)
+            self._map(delta.map, handles)
+        except VmmError as error:  # the device refused: as unavailable as a shortage, and the text says which
+            return DeltaOutcome(False, stuck + self._unmap(self._mapped_of(delta.map)), str(error))
+        return DeltaOutcome(True, stuck)
+
+    def _map(self, pages: Iterable[PageRef], handles: list[int]) -> None:
+        """Map tensor by tensor; what a failing arena did not take goes back to the pool before the error leaves."""
+        taken = iter(handles)
+        try:
+            for tensor, numbers in _by_tensor(pages).items():
+                mine = [next(taken) for _ in numbers]
+                try:
+                    self._arenas[tensor].map(numbers, mine)
+                except VmmError:
+                    self._pool.give(mine)
+                    raise
+        finally:
+            self._pool.give(list(taken))
+
+    def _unmap(self, pages: Iterable[PageRef]) -> tuple[PageRef, ...]:
+        stuck: list[PageRef] = []
+        for tensor, numbers in _by_tensor(pages).items():
+            freed, failed = self._arenas[tensor].unmap(numbers)
+            self._pool.give(freed)
+            stuck += [PageRef(tensor, page) for page in failed]
+        return tuple(stuck)
+
+    def _mapped_of(self, pages: Iterable[PageRef]) -> list[PageRef]:
+        return [ref for ref in pages if self._arenas[ref.tensor].is_mapped(ref.page)]
+
+    def trim(self) -> None:
+        """See KvStore; a fixed pool keeps its handles."""
+        self._pool.trim()
+
+    @property
+    def owned_bytes(self) -> int:
+        """See KvStore."""
+        return self._pool.owned * self._page_bytes
+
+    @property
+    def free_handle_bytes(self) -> int:
+        """See KvStore."""
+        return self._pool.free_handles * self._page_bytes
+
+    def tensor(
+        self, index: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int, /
+    ) -> torch.Tensor:
+        """See KvStore. Touches no memory; only mapped pages may ever be read or written through it."""
+        return self._arenas[index].tensor(dtype, shape, strides, offset * dtype.itemsize)
+
+    def mapped_pages(self) -> int:
+        """Distinct pages mapped now, over all tensors."""
+        return sum(arena.mapped_pages for arena in self._arenas)
+
+    def close(self) -> bool:
+        """See KvStore."""
+        for arena in self._arenas:
+            freed, _ = arena.unmap([page for page in range(arena.num_pages) if arena.is_mapped(page)])
+            self._pool.give(freed)
+        closed = all([arena.close() for arena in self._arenas])
+        self._pool.close()
+        return closed
+
+
+class PhysicalKvStore:
+    """KV tensors in ordinary memory, reserved once and backed as they are touched; no page ever changes."""
+
+    def __init__(self, ranges: Sequence[AnonymousRange]) -> None:
+        self._ranges = list(ranges)
+
+    def apply(self, delta: PageDelta, keep_free: int) -> DeltaOutcome:
+        """See KvStore: an always resident cache has no page changes."""
+        assert not delta
+        return DeltaOutcome(True)
+
+    def trim(self) -> None:
+        """See KvStore: nothing is surplus."""
+
+    @property
+    def owned_bytes(self) -> int:
+        """See KvStore: no handles."""
+        return 0
+
+    @property
+    def free_handle_bytes(self) -> int:
+        """See KvStore: no handles."""
+        return 0
+
+    def tensor(
+        self, index: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int, /
+    ) -> torch.Tensor:
+        """See KvStore."""
+        return self._ranges[index].tensor(dtype, shape, strides, offset * dtype.itemsize)
+
+    def close(self) -> bool:
+        """See KvStore."""
+        return all([r.close() for r in self._ranges])
+
+
+def _by_tensor(pages: Iterable[PageRef]) -> dict[int, list[int]]:
+    grouped: dict[int, list[int]] = defaultdict(list)
+    for tensor, page in pages:
+        grouped[tensor].append(page)
+    return grouped

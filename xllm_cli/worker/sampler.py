@@ -1,0 +1,99 @@
+"""From logits to tokens, one row at a time, so that a row's token never depends on the rows beside it.
+
+Greedy is the first maximum. Otherwise temperature, top-k and top-p narrow the distribution and one uniform number
+picks by inverse distribution function; it comes from Philox4x32-10 keyed by (seed, choice, position), so there is no
+generator state to lose in a preemption. Reported logprobs are those of the raw logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from xllm_cli.core import RowSampling, TokenLogprob
+
+_MASK = 0xFFFFFFFF
+_FLOAT_ROW = npt.NDArray[np.float32]
+
+
+def philox(key: int, counter: int) -> tuple[int, int, int, int]:
+    """Philox4x32-10 (Salmon et al. 2011): 64-bit key, 128-bit counter → four 32-bit words."""
+    k0, k1 = key & _MASK, (key >> 32) & _MASK
+    c0, c1, c2, c3 = (counter >> shift & _MASK for shift in (0, 32, 64, 96))
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c0, 1 << 32)
+        high1, low1 = divmod(0xCD9E8D57 * c2, 1 << 32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, the same for the same three arguments everywhere."""
+    high, low, _, _ = philox(seed & (1 << 64) - 1, position | choice << 64)
+    return ((high << 32 | low) >> 11) * 2.0**-53
+
+
+def sample(logits: _FLOAT_ROW, rows: Sequence[RowSampling]) -> tuple[TokenLogprob, ...]:
+    """One token per row. logits: [len(rows), vocabulary] float32, may be overwritten where tokens are forbidden."""
+    return tuple(_sample_row(line, row) for line, row in zip(logits, rows, strict=True))
+
+
+def _sample_row(logits: _FLOAT_ROW, row: RowSampling) -> TokenLogprob:
+    raw = logits
+    if row.forbidden:
+        logits = logits.copy()
+        logits[list(row.forbidden)] = -np.inf
+    token = int(logits.argmax()) if row.temperature == 0 or row.top_k == 1 else _draw(logits, row)
+    if row.logprobs is None:
+        return TokenLogprob(token, 0.0)
+    return _with_logprobs(raw, token, row.logprobs)
+
+
+def _draw(logits: _FLOAT_ROW, row: RowSampling) -> int:
+    candidates, weights = _candidates(logits, row)
+    cumulative = np.cumsum(weights)
+    target = uniform(row.seed, row.choice, row.position) * cumulative[-1]
+    # side="right": an entry of weight zero is never chosen, whatever the number
+    index = int(np.searchsorted(cumulative, target, side="right"))
+    return int(candidates[min(index, len(candidates) - 1)])
+
+
+def _candidates(logits: _FLOAT_ROW, row: RowSampling) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+    """The tokens that may be drawn, likeliest first where an order is needed, and their unnormalised weights."""
+    whole = len(logits)
+    count = min(row.top_k, whole) if row.top_k > 0 else whole
+    if count == whole and row.top_p >= 1:
+        return np.arange(whole), _weights(logits, row.temperature)
+    order = _likeliest(logits, count)
+    weights = _weights(logits[order], row.temperature)
+    if row.top_p < 1:
+        # the smallest set of likeliest tokens that reaches top_p: the one that crosses it belongs to it
+        reached = np.cumsum(weights)
+        keep = int(np.searchsorted(reached, row.top_p * reached[-1])) + 1
+        order, weights = order[:keep], weights[:keep]
+    return order, weights
+
+
+def _likeliest(logits: _FLOAT_ROW, count: int) -> npt.NDArray[np.intp]:
+    """Ids of the `count` largest logits, largest first, ties by lowest id."""
+    if count >= len(logits):
+        return np.argsort(-logits, kind="stable")
+    smallest_kept = np.partition(logits, -count)[-count]
+    # every tie with the last one kept stands here before the cut, so the lowest ids win
+    able = np.flatnonzero(logits >= smallest_kept)
+    return able[np.argsort(-logits[able], kind="stable")][:count]
+
+
+def _weights(logits: _FLOAT_ROW, temperature: float) -> npt.NDArray[np.float64]:
+    scaled = (logits.astype(np.float64) - float(logits.max())) / temperature
+    return np.exp(scaled)
+
+
+def _with_logprobs(logits: _FLOAT_ROW, token: int, count: int) -> TokenLogprob:
+    shifted = logits.astype(np.float64) - float(logits.max())
+    norm = float(np.log(np.exp(shifted).sum()))
+    top = tuple((int(i), float(shifted[i]) - norm) for i in _likeliest(logits, count)) if count > 0 else ()
+    return TokenLogprob(token, float(shifted[token]) - norm, top)
