@@ -154,6 +154,8 @@ def closest(name: str, names: Iterable[str]) -> list[str]:
     """Up to three of `names` that `name` is likely to stand for: misspelt or begun."""
     names = sorted(names)
     close = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.7)
+    if close and difflib.SequenceMatcher(None, name.lower(), close[0]).ratio() > 0.9:
+        return close[:1]
     begun = [other for other in names if len(name) > 2 and other.startswith(name.lower()) and other not in close]
     return (close + begun)[:3]
 

@@ -260,7 +260,7 @@ class Config(Section):
 
 
 class LaunchConfig(Section):
-    """What one call of the command does; not part of the configuration that is printed or sent"""
+    """What this call does; not part of the configuration"""
 
     config_json_file: str = flag("", "JSON file of flags; the command line wins over it", common=True)
     print_config: Literal["false", "true", "sources"] = flag(

@@ -12,7 +12,7 @@ from xllm_cli.flags import FLAGS, LaunchConfig, sections
 from xllm_cli.rules import RULES
 
 _USAGE = "Usage: xllm serve [MODEL] [--flag=value ...]"
-_MORE = "--help=all lists every flag, --help=WORD those about a word; `-` and `_` in names are equal."
+_MORE = "--help=all lists every flag, --help=WORD those about a word."
 _COLUMN = 30
 _BEHAVIOURS = (
     ("R1", "`enable_manual_loader`", "weights VMM loads as if it were set; KV VMM alone leaves it alone", "implied"),

@@ -1,0 +1,168 @@
+"""The command as a user meets it: streams, exit codes, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xllm_cli.cli import main
+
+HEAVY = ("torch", "fastapi", "uvicorn", "transformers", "tokenizers", "zmq", "numpy")
+ELASTIC = ["--enable_vmm_kvcache=true", "--vmm_elastic=true", "--max_memory_utilization=0", "--max_cache_size=0"]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("XLLM_FLAG_PORT", raising=False)
+
+
+class Ran:
+    """Exit code, stdout and stderr of one command."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *args: str) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(args)
+        self.code = ended.value.code
+        self.out, self.err = capsys.readouterr()
+        assert "Traceback" not in self.err
+
+
+def test_print_config_is_one_json_object_of_typed_values(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = Ran(capsys, "serve", *ELASTIC, "--vmm_memory_reserve_bytes=1GiB", "--port", "9000", "--print_config")
+    printed = json.loads(ran.out)
+    assert (ran.code, ran.err) == (0, "")
+    assert printed["vmm"] == {
+        "enable_vmm_kvcache": True,
+        "enable_vmm_weights": False,
+        "vmm_elastic": True,
+        "vmm_memory_reserve_bytes": 2**30,
+    }
+    assert printed["service"]["port"] == 9000 and printed["kv_cache"]["max_memory_utilization"] == 0.0
+    assert json.loads(Ran(capsys, "serve", "--print_config").out)["kv_cache"]["max_memory_utilization"] is None
+
+
+def test_warnings_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = Ran(capsys, "serve", "--vmm_elastic", "--port=1", "--port=2", "--print_config")
+    assert ran.code == 0 and json.loads(ran.out)["service"]["port"] == 2
+    assert [line.split(":")[0] for line in ran.err.splitlines()] == ["warning", "warning"]
+
+
+def test_printed_config_is_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    printed = Ran(capsys, "serve", "/m", *ELASTIC, "--random_seed=-1", "--print_config").out
+    (tmp_path / "flags.json").write_text(printed)
+    again = Ran(capsys, "serve", f"--config_json_file={tmp_path}/flags.json", "--print_config")
+    assert (again.code, again.out, again.err) == (0, printed, "")
+
+
+def test_sources_are_named_in_a_broken_rule(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XLLM_FLAG_ENABLE_VMM_KVCACHE", "1")
+    (tmp_path / "f.json").write_text('{"num_speculative_tokens": 2}')
+    ran = Ran(capsys, "serve", f"--config_json_file={tmp_path}/f.json", "--enable_disagg_pd", "--print_config")
+    assert ran.code == 2 and ran.out == ""
+    assert "--enable_vmm_kvcache=true (environment XLLM_FLAG_ENABLE_VMM_KVCACHE)" in ran.err
+    assert f"--num_speculative_tokens=2 (file {tmp_path}/f.json)" in ran.err
+    assert "--enable_disagg_pd=true (command line)" in ran.err
+
+
+def test_all_that_is_wrong_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = Ran(capsys, "serve", "--enable_vmm_weights=true", "--max_memory_utilization=0", "--num_speculative_tokens=1")
+    assert ran.code == 2 and ran.err.startswith("xllm: 5 problems with the configuration\n")
+    assert all(words in ran.err for words in ("R3:", "R13:", "--model is missing", "--num_speculative_tokens=1 (c"))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["serve", "--enable_vmm_kvcahe=true"], "did you mean --enable_vmm_kvcache?"),
+        (["serve", "--enable_vmm_kvcache=maybe"], "true or false (also 1/0, t/f, yes/no, y/n, on/off)"),
+        (["serve", "--enable_vmm_kvcache="], "true or false"),
+        (["serve", "--port=0x10"], "--port='0x10' (command line): must be an integer from 0 to 65535"),
+        (["serve", "--port=70000"], "an integer from 0 to 65535"),
+        (["serve", "--block_size=128.0"], "--block_size='128.0'"),
+        (["serve", "--max_memory_utilization=nan"], "a number from 0 to 1"),
+        (["serve", "--vmm_memory_reserve_bytes=9223372036854775808"], "from 0 to 9223372036854775807"),
+        (["serve", "--config_json_file=/none.json"], "--config_json_file=/none.json: No such file"),
+        (["serve", "--print_config=maybe"], "one of false, true, sources"),
+        (["serve"], "--model is missing"),
+        (["srve"], "did you mean `xllm serve`?"),
+        (["zzz"], "there are: bench, fetch, flags, serve, version"),
+        (["fetch"], "Missing argument 'NAME'"),
+    ],
+)
+def test_usage_errors(capsys: pytest.CaptureFixture[str], args: list[str], said: str) -> None:
+    ran = Ran(capsys, *args)
+    assert ran.code == 2 and ran.out == "" and said in ran.err
+
+
+def test_model_dependent_rules_read_only_config_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"full_attention_interval": 4}')
+    ran = Ran(capsys, "serve", str(tmp_path), "--max_tokens_per_chunk_for_prefill=200", "--print_config")
+    assert ran.code == 2 and "R16:" in ran.err and "Fix: --max_tokens_per_chunk_for_prefill=128" in ran.err
+    assert Ran(capsys, "serve", str(tmp_path), "--max_tokens_per_chunk_for_prefill=128", "--print_config").code == 0
+
+
+def test_serve_may_be_left_out_with_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = Ran(capsys, "--port=9", "--print_config")
+    assert ran.code == 0 and "running `xllm serve`" in ran.err and json.loads(ran.out)["service"]["port"] == 9
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "fetch" in Ran(capsys, "--help").out
+    assert len(Ran(capsys, "serve", "--help").out.splitlines()) <= 60
+    assert "--node_rank" in Ran(capsys, "serve", "--help=all", "--no-such-flag").out
+    for args in (["--version"], ["version"]):
+        assert re.fullmatch(r"xllm \S+, python \S+, torch \S+, torch-npu .+\n", Ran(capsys, *args).out)
+
+
+def test_flags_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "| `--port` | `8010` |" in Ran(capsys, "flags").out
+    assert "| R17 |" in Ran(capsys, "flags", "--limits").out
+    readme = tmp_path / "README.md"
+    readme.write_text("# x\n")
+    assert Ran(capsys, "flags", "--write", str(readme)).code == 0
+    assert "`--port`" in readme.read_text()
+
+
+def test_a_failing_command_ends_with_its_message_and_code(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = Ran(capsys, "fetch", "no-such-model")
+    assert ran.code in (1, 2) and ran.out == "" and "no-such-model" in ran.err
+
+
+def test_serve_runs_the_server_which_binds_before_it_opens_the_model() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [sys.executable, "-m", "xllm_cli.cli", "serve", "/no/model", "--host=127.0.0.1"]
+        port = f"--port={taken.getsockname()[1]}"
+        ran = subprocess.run([*command, port], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 3 and "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "args", [["serve", "--help"], ["serve", "--vmm_elastik"], ["serve", *ELASTIC, "--print_config"]]
+)
+def test_nothing_heavy_is_imported_and_it_is_quick(args: list[str]) -> None:
+    code = f"""
+import sys, time
+from xllm_cli.cli import main
+try:
+    main({args!r})
+except SystemExit:
+    print([name for name in {HEAVY!r} if name in sys.modules], time.process_time(), file=sys.stderr)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    imported, seconds = ran.stderr.splitlines()[-1].rsplit(" ", 1)
+    assert imported == "[]" and float(seconds) < 0.5
+
+
+def test_a_reader_that_leaves_early_causes_no_traceback() -> None:
+    command = f"{sys.executable} -m xllm_cli.cli serve --help=all | head -c 1"
+    ran = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stderr == ""

@@ -1,0 +1,151 @@
+"""One message for all that is wrong; a configuration that arrives as it was sent."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xllm_cli.config import make_config, print_form, resolve
+from xllm_cli.errors import ConfigError
+from xllm_cli.flags import Config
+from xllm_cli.rules import Case, broken_rules
+from xllm_cli.sources import Setting, Settings, from_file
+
+
+def refusal(**flags: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_config(**flags)
+    return str(caught.value)
+
+
+def test_flat_names_find_their_sections() -> None:
+    config = make_config(
+        model=Path("/m"), enable_vmm_kvcache=True, vmm_elastic=True, port=0, max_memory_utilization=None
+    )
+    assert config.model.model == "/m" and config.vmm.vmm_elastic and config.service.port == 0
+    assert config.kv_cache.max_memory_utilization is None
+
+
+def test_names_types_and_ranges_in_one_message() -> None:
+    message = refusal(blok_size=3, port=70000, vmm_elastic="true", max_memory_utilization=1.5, dtype="int3", host=3)
+    assert message.startswith("6 problems")
+    assert "no such flag blok_size, did you mean block_size?" in message
+    assert "--port=70000 (argument): must be an integer from 0 to 65535" in message
+    assert "--vmm_elastic='true' (argument): must be true or false" in message
+    assert "--max_memory_utilization=1.5 (argument): must be a number from 0 to 1" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, 1.5, True, "0.5"])
+def test_ratio_range(value: Any) -> None:
+    assert "a number from 0 to 1" in refusal(max_memory_utilization=value)
+
+
+@pytest.mark.parametrize("value", [True, 128.0, "128", 0, 4097])
+def test_integer_range(value: Any) -> None:
+    assert "an integer from 1 to 4096" in refusal(block_size=value)
+
+
+@pytest.mark.parametrize("name", ["print_config", "help", "config_json_file"])
+def test_flags_of_the_command_are_none_of_the_configuration(name: str) -> None:
+    assert f"no such flag {name}" in refusal(**{name: "true"})
+
+
+def test_broken_rules_and_what_is_not_built_in_one_message() -> None:
+    message = refusal(enable_vmm_weights=True, max_memory_utilization=0.0, num_speculative_tokens=1)
+    assert message.startswith("4 problems")
+    assert "R3:" in message and "R13:" in message and message.count("not supported yet") == 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"enable_vmm_weights": True, "vmm_elastic": True},
+        {"num_speculative_tokens": 3, "speculative_algorithm": "Suffix"},
+        {"draft_model": "/d", "num_speculative_tokens": 3, "enable_vmm_kvcache": True, "enable_task_pipeline": False},
+        {"device": "npu"},
+        {"device": "cuda"},
+        {"nnodes": 2},
+        {"node_rank": 1},
+        {"backend": "vlm"},
+        {"kv_cache_dtype": "int8"},
+        {"host_blocks_factor": 2.0},
+        {"enable_disagg_pd": True},
+    ],
+)
+def test_valid_but_not_built(flags: dict[str, Any]) -> None:
+    message = refusal(**flags)
+    assert "is not supported yet" in message and not re.search(r"\bR\d", message)
+
+
+def test_unbuilt_flags_at_rest_are_fine() -> None:
+    make_config(nnodes=1, node_rank=0, device="auto", backend="llm", host_blocks_factor=1.0, enable_task_pipeline=False)
+
+
+def test_warnings_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        make_config(vmm_elastic=True)
+    assert len(caplog.records) == 1 and "--vmm_elastic=true (argument)" in caplog.text
+
+
+def test_a_missing_model_is_one_problem_among_others() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*R13.*--model is missing"):
+        resolve(Settings(given={"max_memory_utilization": Setting(0.0, "command line")}), needs_model=True)
+
+
+def configurations() -> st.SearchStrategy[Config]:
+    return st.builds(
+        make_config,
+        model=st.text(),
+        port=st.integers(0, 65535),
+        enable_vmm_kvcache=st.booleans(),
+        vmm_elastic=st.booleans(),
+        max_memory_utilization=st.none() | st.floats(0.01, 1),
+        max_cache_size=st.integers(0, 2**63 - 1),
+        random_seed=st.none() | st.integers(-1, 2**31 - 1),
+        dtype=st.sampled_from(["auto", "bfloat16", "float32"]),
+    )
+
+
+@given(configurations())
+def test_json_round_trip(config: Config) -> None:
+    assert Config.model_validate_json(config.model_dump_json()) == config
+    assert not broken_rules(Case(config))
+
+
+def test_the_printed_form_loads_back_as_a_file(tmp_path: Path) -> None:
+    config = make_config(model="/m", enable_vmm_kvcache=True, random_seed=-1, max_memory_utilization=0.3, node_rank=0)
+    resolved = resolve(Settings(given={"model": Setting("/m", "command line")}))
+    path = tmp_path / "flags.json"
+    path.write_text(print_form(resolved._replace(config=config)))
+    assert resolve(from_file(path)).config == config
+
+
+def test_the_printed_form_with_sources() -> None:
+    given = {"port": Setting(1, "environment XLLM_FLAG_PORT"), "print_config": Setting("sources", "command line")}
+    printed = json.loads(print_form(resolve(Settings(given=given))))
+    assert printed["service"]["port"] == {"value": 1, "source": "environment XLLM_FLAG_PORT"}
+    assert printed["service"]["host"] == {"value": "", "source": "default"}
+
+
+def test_a_configuration_crosses_a_process() -> None:
+    sent = make_config(model="/m", enable_vmm_kvcache=True, vmm_elastic=True, vmm_memory_reserve_bytes=2**30)
+    code = "import sys; from xllm_cli.flags import Config; c = Config.model_validate_json(sys.stdin.read());"
+    code += "print(c.model_dump_json())"
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        input=sent.model_dump_json(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert Config.model_validate_json(answer.stdout) == sent

@@ -1,0 +1,113 @@
+"""Precedence, the strict JSON file, the environment, and the source that every value keeps."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xllm_cli.sources import Setting, from_environment, from_file, gather
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "flags.json"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+@pytest.mark.parametrize("given", list(itertools.product([False, True], repeat=3)))
+def test_command_line_over_file_over_environment(tmp_path: Path, given: tuple[bool, bool, bool]) -> None:
+    by_environment, by_file, by_command_line = given
+    command_line = {"config_json_file": str(write(tmp_path, '{"port": 2}' if by_file else "{}"))}
+    settings = gather(
+        command_line | ({"port": "3"} if by_command_line else {}),
+        {"XLLM_FLAG_PORT": "1"} if by_environment else {},
+    )
+    expected = [
+        Setting(3, "command line") if by_command_line else None,
+        Setting(2, f"file {tmp_path}/flags.json") if by_file else None,
+        Setting(1, "environment XLLM_FLAG_PORT") if by_environment else None,
+    ]
+    assert settings.given.get("port") == next((one for one in expected if one), None)
+    assert len(settings.warnings) == (by_file and by_command_line) and not settings.errors
+
+
+def test_a_conflict_names_both_values_and_equal_values_are_none(tmp_path: Path) -> None:
+    file = str(write(tmp_path, '{"port": 9000, "vmm_elastic": true}'))
+    settings = gather({"config_json_file": file, "port": "9001", "vmm_elastic": "1"}, {})
+    assert len(settings.warnings) == 1
+    assert "--port=9000" in settings.warnings[0] and "--port=9001" in settings.warnings[0]
+
+
+def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
+    settings = gather({}, {"XLLM_FLAG_CONFIG_JSON_FILE": str(write(tmp_path, '{"port": 5}'))})
+    assert settings.given["port"].value == 5
+
+
+def test_environment() -> None:
+    settings = from_environment(
+        {
+            "XLLM_FLAG_VMM_ELASTIC": "yes",
+            "XLLM_FLAG_PORT": "",
+            "XLLM_PORT": "tcp://10.0.0.1:8010",
+            "XLLM_FLAG_PROT": "1",
+        }
+    )
+    assert settings.given == {"vmm_elastic": Setting(True, "environment XLLM_FLAG_VMM_ELASTIC")}
+    assert settings.warnings == ["XLLM_FLAG_PROT names no flag and changes nothing, did you mean XLLM_FLAG_PORT?"]
+
+
+def test_a_bad_environment_value_names_the_variable() -> None:
+    assert from_environment({"XLLM_FLAG_PORT": "x"}).errors == [
+        "--port='x' (environment XLLM_FLAG_PORT): must be an integer from 0 to 65535"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ('{"port": 1, "host": "x"}', {"port": 1, "host": "x"}),
+        ('{"max-cache-size": 5}', {"max_cache_size": 5}),
+        ('{"kv_cache": {"block_size": 16}, "port": 1}', {"block_size": 16, "port": 1}),
+        ('{"KVCacheConfig": {"block_size": 16}}', {"block_size": 16}),
+        ('{"model": {"model": "/m"}, "host": {"host_page_mode": "4k"}}', {"model": "/m", "host_page_mode": "4k"}),
+        ('{"port": null}', {}),
+        ('{"random_seed": -1, "speculative_algorithm": "mtp"}', {"random_seed": None, "speculative_algorithm": "MTP"}),
+        (b"\xef\xbb\xbf{}", {}),
+    ],
+)
+def test_file(tmp_path: Path, text: str | bytes, given: dict[str, Any]) -> None:
+    settings = from_file(write(tmp_path, text))
+    assert {name: setting.value for name, setting in settings.given.items()} == given and not settings.errors
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"prot": 1}', "no such flag 'prot', did you mean port?"),
+        ('{"print_config": "true"}', "no such flag 'print_config'"),
+        ('{"vmm": {"prot": 1}}', "no such flag 'prot'"),
+        ('{"port": 1, "port": 2}', "'port' is given twice"),
+        ('{"port": 1, "service": {"port": 2}}', "'port' is given twice"),
+        ('{"block-size": 1, "block_size": 1}', "'block_size' is given twice"),
+        ('{"port": 1,}', "line 1 column"),
+        ('{"port": 1 // the port\n}', "line 1 column 12"),
+        ('{\n "port" 1}', "line 2 column 9"),
+        ('{"max_memory_utilization": NaN}', "NaN is not JSON"),
+        ("[]", "the top level must be an object"),
+        ("", "line 1 column 1"),
+        (b"\xff", "codec can't decode"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bad_file(tmp_path: Path, text: str | bytes, said: str) -> None:
+    path = write(tmp_path, text)
+    errors = from_file(path).errors
+    assert len(errors) == 1 and said in errors[0] and str(path) in errors[0]
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    assert "No such file" in from_file(tmp_path / "none.json").errors[0]
+    assert "Is a directory" in from_file(tmp_path).errors[0]
