@@ -7,7 +7,7 @@
 namespace xllm::vmm {
 namespace {
 
-std::atomic<std::int64_t> process_vmas{0};
+std::atomic<std::int64_t> process_total{0};
 
 std::int64_t default_vma_limit() {
   std::int64_t limit = 65530;
@@ -49,9 +49,9 @@ bool AddressMap::joined(Address low, Address high) const {
 
 void AddressMap::charge(Verb verb) {
   const std::int64_t change = wanted() - charged_;
-  const std::int64_t used = process_vmas.fetch_add(change) + change;
+  const std::int64_t used = process_total.fetch_add(change) + change;
   if (change > 0 && used > vma_limit_) {
-    process_vmas.fetch_sub(change);
+    process_total.fetch_sub(change);
     throw Shortage(verb, ENOMEM, 0,
                    "address-space entries: " + std::to_string(used) + " needed, " + std::to_string(vma_limit_) +
                        " allowed (70 % of vm.max_map_count unless set)");
@@ -61,9 +61,11 @@ void AddressMap::charge(Verb verb) {
 
 void AddressMap::settle() {
   const std::int64_t change = wanted() - charged_;
-  process_vmas.fetch_add(change);
+  process_total.fetch_add(change);
   charged_ += change;
 }
+
+std::int64_t AddressMap::process_vmas() { return process_total; }
 
 void AddressMap::clear() {
   pages_.clear();

@@ -38,6 +38,7 @@ class AddressMap {
   const std::map<Address, std::size_t>& ranges() const { return ranges_; }
   std::size_t num_pages() const { return pages_.size(); }
   std::int64_t num_vmas() const { return charged_; }
+  static std::int64_t process_vmas();
   void clear();
 
  private:

@@ -95,7 +95,7 @@ class Driver {
   virtual std::vector<Address> unmap(std::vector<Address> addresses) = 0;
   virtual Export export_handle(Handle handle) = 0;
   virtual std::uint64_t memfd_bytes() const = 0;                         // physical bytes, as the kernel counts them
-  virtual std::map<std::string, std::uint64_t> usage() const = 0;        // now: handles, mapped, ranges, vmas
+  virtual std::map<std::string, std::uint64_t> usage() const = 0;        // now: handles, mapped, ranges, vmas, process_vmas
   virtual void close() = 0;                                              // idempotent; all pages are gone afterwards
 
   std::map<std::string, std::uint64_t> counts() const;  // since reset_counts: calls ("map") and pages ("map_pages")

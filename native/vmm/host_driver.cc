@@ -307,7 +307,8 @@ std::map<std::string, std::uint64_t> HostDriver::usage() const {
   return {{"handles", handles_.size()},
           {"mapped", addresses_.num_pages()},
           {"ranges", addresses_.ranges().size()},
-          {"vmas", static_cast<std::uint64_t>(addresses_.num_vmas())}};
+          {"vmas", static_cast<std::uint64_t>(addresses_.num_vmas())},
+          {"process_vmas", static_cast<std::uint64_t>(AddressMap::process_vmas())}};
 }
 
 void HostDriver::close() {

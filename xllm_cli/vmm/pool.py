@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -101,13 +102,17 @@ class PagePool:
         missing = count - len(self._free)
         if missing > 0 and not self._create(missing, keep_free):
             return None
-        taken, self._free = self._free[:count], self._free[count:]
+        taken = self._free[:count]
+        del self._free[:count]
         return taken
 
     def give(self, handles: list[int]) -> None:
         """Back to the free list. The caller has unmapped them."""
         assert self._owned.issuperset(handles), "a pool is given only what it owns"
-        self._free = sorted(self._free + handles)
+        for handle in handles:
+            place = bisect_left(self._free, handle)
+            assert self._free[place : place + 1] != [handle], "a handle is given back twice"
+            self._free.insert(place, handle)
 
     def trim(self) -> int:
         """Destroy the free handles of an elastic pool; returns how many. A page the driver kept stays free."""
