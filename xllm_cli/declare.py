@@ -36,14 +36,15 @@ Kind = Literal["bool", "int", "bytes", "float", "str", "choice"]
 class Meta(TypedDict, total=False):
     """What a declaration may say beyond type, default and help.
 
-    `low`, `high` bound a number (inclusive). `status`: "accepted" is parsed but changes nothing here (`why` says why),
-    "unsupported" is refused unless it has its default or a value of `supported`. `unset` is the spelling that older
-    scripts use for "not set" and is read as None. `bare` is the value of the flag given without one. `common` flags
-    are in the short help.
+    `low`, `high` bound a number (inclusive), `multiple` is its step. `status`: "accepted" is parsed but changes nothing
+    here (`why` says why), "unsupported" is refused unless it has its default or a value of `supported`. `unset` is the
+    spelling that older scripts use for "not set" and is read as None. `bare` is the value of the flag given without
+    one. `common` flags are in the short help.
     """
 
     low: float
     high: float
+    multiple: int
     status: Status
     supported: tuple[Any, ...]
     why: str
@@ -56,7 +57,8 @@ class Meta(TypedDict, total=False):
 def flag(default: Any, help: str, **meta: Unpack[Meta]) -> Any:
     """One field of a section."""
     extra: Any = {key: list(value) if isinstance(value, tuple) else value for key, value in meta.items()}
-    return Field(default, description=help, ge=meta.get("low"), le=meta.get("high"), json_schema_extra=extra)
+    bounds = {"ge": meta.get("low"), "le": meta.get("high"), "multiple_of": meta.get("multiple")}
+    return Field(default, description=help, json_schema_extra=extra, **bounds)
 
 
 class Section(BaseModel):
@@ -100,7 +102,8 @@ class Flag:
         if "high" not in self.meta:
             return f"{noun} of at least {self.meta['low']:g}"
         low, high = self.meta["low"], self.meta["high"]
-        return f"{noun} from {low:g} to {high:g}" if self.kind == "float" else f"{noun} from {low} to {high}"
+        step = f", a multiple of {self.meta['multiple']}" if "multiple" in self.meta else ""
+        return f"{noun} from {low:g} to {high:g}" if self.kind == "float" else f"{noun} from {low} to {high}{step}"
 
     def parse(self, text: str) -> Any:
         """The value that a text from the command line or the environment means; ValueError if it means none.

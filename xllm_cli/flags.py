@@ -107,7 +107,7 @@ class KVCacheConfig(Section):
     )
     phy_page_granularity_size: int = flag(
         2 * 2**20, "page size asked of the driver; larger maps faster, smaller strands less", low=4096, high=2**30,
-        is_bytes=True,
+        multiple=4096, is_bytes=True,
     )  # fmt: skip
     max_linear_state_cache_slots: int = flag(
         0, "checkpoints of linear state for prefix hits on hybrid models; 0 sizes itself", low=0, high=INT32_MAX,
