@@ -1,0 +1,105 @@
+"""The bytes of one cache against its limits: the last observations, what is mapped, and when growth is closed.
+
+Owns the inputs of budget.py over time; the arithmetic is there. Knows neither blocks nor pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from xllm_cli.cache import budget
+from xllm_cli.cache.budget import Headroom, Limits, Usage
+from xllm_cli.core import Observation
+
+FIRST_PAUSE_SECONDS = 0.010
+LONGEST_PAUSE_SECONDS = 1.0
+
+
+class Account:
+    """Observations, limits and usage; `headroom` is worked out again only when one of them changed."""
+
+    def __init__(self, limits: Limits, usage: Usage) -> None:
+        self._limits = limits
+        self._usage = usage
+        self._observations: tuple[Observation, ...] = ()
+        self._headroom: Headroom | None = None
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @property
+    def observations(self) -> tuple[Observation, ...]:
+        return self._observations
+
+    @property
+    def usage(self) -> Usage:
+        return self._usage
+
+    def observe(self, observations: tuple[Observation, ...]) -> None:
+        """What every rank saw, after all that was acknowledged so far."""
+        self._observations = observations
+        self._use(created=0)
+
+    def moved(self, *, kv_mapped: int, created: int) -> None:
+        """KV pages are mapped in all, of which `created` bytes more than before (or fewer: that is not counted on)."""
+        self._use(kv_mapped=kv_mapped, created=max(0, self._usage.created + created))
+
+    def set_limit(self, limit: int | None) -> None:
+        self._limits = replace(self._limits, limit=limit)
+        self._headroom = None
+
+    def set_weights(self, *, mapped: int, on_device: int) -> None:
+        """Bytes of weights in the pool's mapped pages, and on the device in all."""
+        self._use(weights_mapped=mapped, weights_on_device=on_device)
+
+    def _use(self, **changes: int) -> None:
+        self._usage = replace(self._usage, **changes)
+        self._headroom = None
+
+    def headroom(self) -> Headroom:
+        if self._headroom is None:
+            self._headroom = budget.headroom(self._observations, self._limits, self._usage)
+        return self._headroom
+
+    def growth(self) -> int:
+        """Bytes that KV may grow by; negative: it must shrink by as many. Below the floor of free memory this is the
+        deficit, whatever handles are free: they go back to the device."""
+        room = self.headroom()
+        return min(room.bytes, -room.deficit) if room.deficit else room.bytes
+
+    def possible(self) -> int:
+        """The most KV bytes one request could ever have, besides padding."""
+        return max(0, budget.possible(self._observations, self._limits, self._usage))
+
+    def keep_free(self) -> int:
+        return budget.keep_free(self._observations, self._limits)
+
+
+class GrowthGate:
+    """Closed after a failed map, for 10 ms doubling to 1 s while maps keep failing; opens by itself.
+
+    `closed_until` is in seconds of the caller's clock, None when open.
+    """
+
+    def __init__(self) -> None:
+        self.closed_until: float | None = None
+        self._pause = FIRST_PAUSE_SECONDS
+
+    def is_closed(self, now: float) -> bool:
+        if self.closed_until is not None and now >= self.closed_until:
+            self.closed_until = None
+        return self.closed_until is not None
+
+    def close(self, until: float) -> None:
+        """Close at least until then."""
+        self.closed_until = max(until, self.closed_until or until)
+
+    def failed(self, now: float) -> None:
+        """A map failed: close for the current pause, and double the next one."""
+        self.close(now + self._pause)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+
+    def succeeded(self) -> None:
+        """A map succeeded: the next pause is the first again."""
+        self._pause = FIRST_PAUSE_SECONDS

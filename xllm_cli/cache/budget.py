@@ -1,0 +1,125 @@
+"""How many bytes may be mapped now: a pure function of what the ranks observed and of the configured caps.
+
+Owns the arithmetic of DESIGN.md §7 and nothing else. It keeps no state, calls no driver, and knows neither blocks nor
+pages. All quantities are bytes in Python integers, so nothing wraps: a headroom may be negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from xllm_cli.core import Observation
+
+HOST_FLOOR_BYTES = 64 << 20
+
+LimitedBy = Literal["arena", "max_cache_size", "max_memory_utilization", "limit", "pool", "free_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The configured caps, in bytes.
+
+    `arena_bytes` caps KV and weights of the pool together. `max_cache_size` 0 and `limit` None mean no such cap; both
+    cap KV and its state, never weights. `ratio` is the effective max_memory_utilization, 0 = none. `reserve` is
+    vmm_memory_reserve_bytes. `pool_bytes` is what a fixed pool (`elastic` False) holds. `host` applies the floor of
+    host memory, at least 64 MiB and 1 % of the total.
+    """
+
+    arena_bytes: int
+    max_cache_size: int = 0
+    ratio: float = 0.0
+    limit: int | None = None
+    reserve: int = 0
+    elastic: bool = True
+    pool_bytes: int = 0
+    host: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What is taken already, in bytes.
+
+    `kv_mapped` are acknowledged KV pages, spares included; `weights_mapped` weight pages of the pool, and
+    `weights_on_device` all weights, in the pool or not. `created` is what was mapped since the last observation.
+    """
+
+    kv_mapped: int = 0
+    weights_mapped: int = 0
+    weights_on_device: int = 0
+    state: int = 0
+    padding: int = 0
+    created: int = 0
+
+
+class Headroom(NamedTuple):
+    """`bytes` may be mapped now, capped by `limited_by`.
+
+    `deficit` is how far free memory lies below what must stay free (elastic pools only): bytes to give back.
+    `caps` is the least of the arena, max_cache_size and the limit alone; negative means rows must give way.
+    """
+
+    bytes: int
+    limited_by: LimitedBy
+    deficit: int = 0
+    caps: int = 0
+
+
+def floor_bytes(total: int, limits: Limits) -> int:
+    """Bytes of a device of `total` bytes that growth must leave free."""
+    floor = total - int(total * limits.ratio) if limits.ratio > 0 else 0
+    return max(floor, HOST_FLOOR_BYTES, total // 100) if limits.host else floor
+
+
+def keep_free(observations: Sequence[Observation], limits: Limits) -> int:
+    """Floor + execution room + reserve, the most over ranks: what an elastic create must leave free. Fixed: 0."""
+    if not limits.elastic:
+        return 0
+    return max((_must_stay_free(seen, limits) for seen in observations), default=limits.reserve)
+
+
+def headroom(observations: Sequence[Observation], limits: Limits, usage: Usage) -> Headroom:
+    """The bytes that may be mapped now, the least over all ranks and caps. Without an observation nothing may grow."""
+    kv_used = usage.kv_mapped + usage.state
+    caps: list[tuple[int, LimitedBy]] = [(limits.arena_bytes - usage.weights_mapped - kv_used, "arena")]
+    if limits.max_cache_size > 0:
+        caps.append((limits.max_cache_size - kv_used, "max_cache_size"))
+    if limits.limit is not None:
+        caps.append((limits.limit - kv_used, "limit"))
+    least_cap = min(caps)[0]
+    deficit = 0
+    for seen in observations:
+        from_handles = min(usage.created, seen.free_handles)
+        created = usage.created - from_handles
+        free_handles = seen.free_handles - from_handles
+        if not limits.elastic:
+            caps.append((free_handles - created, "pool"))
+            continue
+        room = seen.free - created - _must_stay_free(seen, limits)
+        deficit = max(deficit, -room)
+        caps.append((free_handles + max(0, room), "free_memory"))
+        if limits.ratio > 0:
+            caps.append((int(seen.total * limits.ratio) - seen.owned - created, "max_memory_utilization"))
+    if not observations:
+        caps.append((0, "free_memory" if limits.elastic else "pool"))
+    least, name = min(caps, key=lambda cap: cap[0])
+    return Headroom(least, name, deficit, least_cap)
+
+
+def possible(observations: Sequence[Observation], limits: Limits, usage: Usage) -> int:
+    """The most KV bytes one request could ever have, alone on the device: 400 above it. May be negative."""
+    weights = usage.weights_on_device
+    caps = [limits.arena_bytes - weights]
+    if limits.max_cache_size > 0:
+        caps.append(limits.max_cache_size)
+    if not limits.elastic:
+        caps.append(limits.pool_bytes - weights)
+    for seen in observations:
+        ceiling = int(seen.total * limits.ratio) if limits.ratio > 0 else seen.total - floor_bytes(seen.total, limits)
+        caps.append(ceiling - weights)
+    return min(caps) - usage.state - usage.padding
+
+
+def _must_stay_free(seen: Observation, limits: Limits) -> int:
+    return floor_bytes(seen.total, limits) + seen.execution_room + limits.reserve
