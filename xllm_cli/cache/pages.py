@@ -1,0 +1,141 @@
+"""The page arithmetic of tensors of one width: which blocks touch a page, how many do, what new blocks would cost.
+
+Knows neither who holds a block nor why a page changes.
+
+    block ids      0     1     2     3          Block b of a tensor of width w covers bytes [b·w, (b+1)·w).
+    w = 3, P = 4  |-----|-----|-----|-----|     A page is wanted while any live block touches it: here page 0 is
+    pages         [   0   |   1   |   2   ]     touched by blocks 0 and 1, page 1 by 1 and 2, page 2 by 2 and 3.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+Run = tuple[int, int]
+"""Blocks `[start, stop)`, never empty."""
+
+NO_BLOCK = 1 << 62
+"""Above every block id."""
+
+
+class Geometry(NamedTuple):
+    """How placement groups blocks: block b belongs to group b·width // page."""
+
+    width: int
+    page: int
+
+    def group(self, block: int) -> int:
+        return block * self.width // self.page
+
+    def start(self, group: int) -> int:
+        """The first block of a group; the start of the next group ends it."""
+        return -(-group * self.page // self.width)
+
+
+class WidthPages:
+    """The pages of all tensors of one width: equal counts, so one vector serves them. `tensors` are spec indices.
+
+    `live[p]` counts the live blocks that touch page p, `num_mapped[p]` the tensors that have it mapped (`partial` says
+    which, where it is only some). `missing`, `spares` and `leaving` are kept by Residency, `stuck` counts each tensor's
+    failed unmaps of a page.
+    """
+
+    def __init__(self, width: int, page_bytes: int, tensors: tuple[int, ...]) -> None:
+        self.width, self.page_bytes, self.tensors = width, page_bytes, tensors
+        self.live: list[int] = []
+        self.num_mapped: list[int] = []
+        self.partial: dict[int, set[int]] = {}
+        self.stuck: dict[int, dict[int, int]] = {}
+        self.missing: dict[int, int] = {}
+        self.spares: OrderedDict[int, float] = OrderedDict()
+        self.leaving: dict[int, int] = {}
+
+    def first_page(self, block: int) -> int:
+        return block * self.width // self.page_bytes
+
+    def last_page(self, block: int) -> int:
+        return ((block + 1) * self.width - 1) // self.page_bytes
+
+    def blocks_of(self, page: int) -> Run:
+        """The blocks that touch a page."""
+        return page * self.page_bytes // self.width, -(-(page + 1) * self.page_bytes // self.width)
+
+    def overlap(self, page: int, block: int) -> int:
+        """The bytes of a block that lie on a page."""
+        start, stop = block * self.width, (block + 1) * self.width
+        return max(0, min(stop, (page + 1) * self.page_bytes) - max(start, page * self.page_bytes))
+
+    def is_present(self, page: int) -> bool:
+        return page < len(self.live) and (self.live[page] > 0 or page in self.spares)
+
+    def reach(self, page: int) -> None:
+        """Make the vectors cover a page; they grow by half, never to the arena's size at once."""
+        short = page + 1 - len(self.live)
+        if short > 0:
+            short = max(short, len(self.live) // 2)
+            self.live.extend([0] * short)
+            self.num_mapped.extend([0] * short)
+
+    def mapped_tensors(self, page: int) -> Collection[int]:
+        """The tensors that have the page mapped."""
+        if page >= len(self.num_mapped) or not self.num_mapped[page]:
+            return ()
+        return self.partial.get(page, self.tensors)
+
+    def change_mapped(self, page: int, tensors: Sequence[int], *, mapped: bool) -> None:
+        """These tensors mapped, or unmapped, the page; each must have been the other way."""
+        self.reach(page)
+        have = set(self.mapped_tensors(page))
+        assert len(set(tensors)) == len(tensors), f"page {page}: a tensor twice in {tensors}"
+        assert all((t in have) != mapped for t in tensors), f"page {page}: mapped {mapped} already for {tensors}"
+        have.symmetric_difference_update(tensors)
+        self.num_mapped[page] = len(have)
+        if 0 < len(have) < len(self.tensors):
+            self.partial[page] = have
+        else:
+            self.partial.pop(page, None)
+        if not mapped:
+            self.forget_failures(page, tensors)
+
+    def forget_failures(self, page: int, tensors: Sequence[int]) -> None:
+        """Their unmaps succeeded at last."""
+        failures = self.stuck.get(page)
+        if failures is not None:
+            for tensor in tensors:
+                failures.pop(tensor, None)
+            if not failures:
+                del self.stuck[page]
+
+
+class Opening:
+    """What blocks taken in ascending order would cost, in pages over all tensors. Changes nothing.
+
+    `gone` are spares, as (width index, page), counted as given up. Without widths every block is free of cost.
+    """
+
+    def __init__(self, widths: Sequence[WidthPages], gone: Collection[tuple[int, int]] = ()) -> None:
+        self._widths = widths
+        self._gone = gone
+        self._seen = [-1] * len(widths)
+
+    def cost(self, block: int) -> int:
+        """The absent pages that this block touches and no block accepted before it does."""
+        total = 0
+        for index, pages in enumerate(self._widths):
+            last = pages.last_page(block)
+            page = max(pages.first_page(block), self._seen[index] + 1)
+            while page <= last:
+                if not pages.is_present(page) or ((index, page) in self._gone):
+                    total += len(pages.tensors)
+                page += 1
+        return total
+
+    def accept(self, block: int) -> int:
+        """Take this block. Consecutive blocks from here to the returned one, excluded, cost nothing more."""
+        stop = NO_BLOCK
+        for index, pages in enumerate(self._widths):
+            last = self._seen[index] = pages.last_page(block)
+            stop = min(stop, (last + 1) * pages.page_bytes // pages.width)
+        return stop

@@ -1,0 +1,326 @@
+"""Which pages the live blocks want, and which the ranks have mapped.
+
+Owns the counts of live (held or cached) blocks per page, one vector per distinct tensor width, and what the ranks have
+acknowledged. It knows neither who holds a block nor the budget.
+
+For each page exactly one holds (c = live blocks touching it, k = tensors of its width that have it mapped, m = all):
+    absent   c = 0, k = 0
+    settled  c > 0, k = m
+    missing  c > 0, k < m    mapped by the next delta
+    spare    c = 0, k = m    kept for a moment; blocks may use it at no cost
+    leaving  c = 0, k > 0    unmapped by the next delta, and again until it succeeds
+A page is *present* when it is settled, missing or spare: a block all of whose pages are present costs nothing.
+Totals count every tensor's page once, so that bytes are pages times `page_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from xllm_cli.cache.pages import Geometry, Opening, Run, WidthPages
+from xllm_cli.core import CacheSpec, PageDelta, PageRef
+
+SPARE_SECONDS = 1.0
+QUICK_RETRIES = 3
+"""Failed unmaps in a row of one page after which the rank is unhealthy and retries come only once a second."""
+RETRY_SECONDS = 1.0
+RESIDENT_GROUP = 64
+
+Spare = tuple[int, int]
+"""A spare page as (index of its width, page)."""
+
+
+class Changed(NamedTuple):
+    """Blocks `[start, stop)` touch a page whose presence changed; `primary` if it is one of the widest tensor's."""
+
+    start: int
+    stop: int
+    primary: bool
+
+
+class Residency:
+    """Pages of a virtual KV cache. `changed` collects block runs whose pages came or went; BlockPool drains it."""
+
+    reclaims = True
+    """Whether forgetting blocks can give bytes back."""
+
+    def __init__(self, spec: CacheSpec, *, page_bytes: int, spare_pages: int) -> None:
+        by_width: dict[int, list[int]] = {}
+        for index, tensor in enumerate(spec.tensors):
+            by_width.setdefault(tensor.bytes_per_block, []).append(index)
+        self.page_bytes = page_bytes
+        self.max_spare_pages = spare_pages
+        self.widths = [WidthPages(w, page_bytes, tuple(by_width[w])) for w in sorted(by_width, reverse=True)]
+        self._width_of = {tensor: pages for pages in self.widths for tensor in pages.tensors}
+        self.mapped_pages = self.missing_pages = self.spare_pages = self.leaving_pages = 0
+        self.changed: list[Changed] = []
+        self._now = self._retry_at = 0.0
+
+    @property
+    def geometry(self) -> Geometry:
+        """Blocks are grouped by the widest tensor's page they begin on; a block of a page or more is its own group."""
+        widest = self.widths[0].width
+        return Geometry(widest, self.page_bytes) if widest < self.page_bytes else Geometry(1, 1)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self.mapped_pages * self.page_bytes
+
+    @property
+    def unwanted_bytes(self) -> int:
+        """Mapped bytes on pages no live block touches: spares, and pages leaving or stuck."""
+        stray = sum(pages.num_mapped[page] for pages in self.widths for page in pages.leaving)
+        return (self.spare_pages + stray) * self.page_bytes
+
+    # --- blocks come and go -----------------------------------------------------------------------------------------
+
+    def retain(self, run: Run) -> None:
+        """The blocks of a run become live."""
+        self._count(run, +1)
+
+    def release(self, run: Run) -> None:
+        """The blocks of a run are live no more."""
+        self._count(run, -1)
+
+    def _count(self, run: Run, sign: int) -> None:
+        start, stop = run
+        for pages in self.widths:
+            width, page_bytes = pages.width, pages.page_bytes
+            last = (stop * width - 1) // page_bytes
+            pages.reach(last)
+            live = pages.live
+            for page in range(start * width // page_bytes, last + 1):
+                first = page * page_bytes // width
+                end = -(-(page + 1) * page_bytes // width)
+                before = live[page]
+                touching = (end if end < stop else stop) - (first if first > start else start)
+                after = live[page] = before + sign * touching
+                if not before or not after:
+                    self._file(pages, page, was_present=before > 0 or page in pages.spares)
+
+    def _file(self, pages: WidthPages, page: int, *, was_present: bool, keep: bool = True) -> None:
+        """Put a page on the one list that fits its counts, and note a change of presence."""
+        self.missing_pages -= pages.missing.pop(page, 0)
+        self.leaving_pages -= pages.leaving.pop(page, 0)
+        mapped, every = pages.num_mapped[page], len(pages.tensors)
+        if pages.spares.pop(page, None) is not None:
+            self.spare_pages -= every
+        if pages.live[page]:
+            if mapped < every:
+                pages.missing[page] = every - mapped
+                self.missing_pages += every - mapped
+        elif mapped == every and keep and page not in pages.stuck:
+            pages.spares[page] = self._now
+            self.spare_pages += every
+        elif mapped:
+            pages.leaving[page] = mapped - len(pages.stuck.get(page, ()))
+            self.leaving_pages += pages.leaving[page]
+        if pages.is_present(page) != was_present:
+            self.changed.append(Changed(*pages.blocks_of(page), pages is self.widths[0]))
+
+    # --- what blocks would cost -------------------------------------------------------------------------------------
+
+    def present_runs(self, run: Run) -> list[Run]:
+        """The parts of a run whose blocks have all their pages present."""
+        runs = [run]
+        for pages in self.widths:
+            kept: list[Run] = []
+            for start, stop in runs:
+                for page in range(pages.first_page(start), pages.last_page(stop - 1) + 1):
+                    if not pages.is_present(page):
+                        first, end = pages.blocks_of(page)
+                        if first > start:
+                            kept.append((start, first))
+                        start = max(start, end)
+                if start < stop:
+                    kept.append((start, stop))
+            runs = kept
+        return runs
+
+    def opening(self, gone: Collection[Spare] = ()) -> Opening:
+        """A fresh account of what ascending blocks would cost; `gone` are spares taken as given up."""
+        return Opening(self.widths, gone)
+
+    def pages_of(self, runs: Iterable[Run]) -> int:
+        """The pages, over all tensors, that the given blocks touch together. O(pages)."""
+        runs = list(runs)
+        total = 0
+        for pages in self.widths:
+            touched = {page for a, b in runs for page in range(pages.first_page(a), pages.last_page(b - 1) + 1)}
+            total += len(touched) * len(pages.tensors)
+        return total
+
+    def packed_blocks(self, nbytes: int) -> int:
+        """The most blocks whose pages, packed from block 0 on, fit `nbytes`."""
+        room = nbytes // self.page_bytes
+        low, high = 0, max(0, nbytes) // sum(pages.width * len(pages.tensors) for pages in self.widths)
+        while low < high:
+            middle = (low + high + 1) // 2
+            needed = sum((pages.last_page(middle - 1) + 1) * len(pages.tensors) for pages in self.widths)
+            low, high = (middle, high) if needed <= room else (low, middle - 1)
+        return low
+
+    # --- spares -----------------------------------------------------------------------------------------------------
+
+    def spares(self) -> Iterator[tuple[Spare, Run]]:
+        """Every spare with the blocks that touch it."""
+        for index, pages in enumerate(self.widths):
+            for page in pages.spares:
+                yield (index, page), pages.blocks_of(page)
+
+    def tensors_of(self, spare: Spare) -> int:
+        """How many tensors' pages a spare stands for."""
+        return len(self.widths[spare[0]].tensors)
+
+    def give_up(self, spares: Iterable[Spare]) -> None:
+        """Let these spares leave with the next delta."""
+        for index, page in spares:
+            self._file(self.widths[index], page, was_present=True, keep=False)
+
+    def give_up_pages(self, count: int) -> None:
+        """Let spares of at least `count` pages leave, oldest first, or all there are."""
+        stop_at = self.spare_pages - count
+        for pages in self.widths:
+            while pages.spares and self.spare_pages > stop_at:
+                self._file(pages, next(iter(pages.spares)), was_present=True, keep=False)
+
+    def expire(self, now: float) -> None:
+        """Give up the spares that are a second old or too many."""
+        self._now = now
+        self.give_up_pages(self.spare_pages - self.max_spare_pages)
+        for pages in self.widths:
+            while pages.spares:
+                page, since = next(iter(pages.spares.items()))
+                if now - since < SPARE_SECONDS:
+                    break
+                self._file(pages, page, was_present=True, keep=False)
+
+    # --- the delta --------------------------------------------------------------------------------------------------
+
+    def delta(self, now: float) -> PageDelta:
+        """The page changes that make `mapped` what is wanted, plus the spares. O(pages that change)."""
+        to_map: list[PageRef] = []
+        to_unmap: list[PageRef] = []
+        retry = self._retry_due(now)
+        for pages in self.widths:
+            for page in pages.missing:
+                have = pages.mapped_tensors(page)
+                to_map += [PageRef(tensor, page) for tensor in pages.tensors if tensor not in have]
+            for page in pages.leaving:
+                stuck = {} if retry else pages.stuck.get(page, {})
+                to_unmap += [PageRef(tensor, page) for tensor in pages.mapped_tensors(page) if tensor not in stuck]
+        return PageDelta(tuple(sorted(to_map)), tuple(sorted(to_unmap)))
+
+    def apply(self, *, mapped: Sequence[PageRef], unmapped: Sequence[PageRef], failed: Sequence[PageRef]) -> None:
+        """What the ranks did: pages mapped, pages unmapped, and pages whose unmap failed (they stay mapped)."""
+        self._change(unmapped, mapped=False)
+        self._change(mapped, mapped=True)
+        for tensor, page in failed:
+            pages = self._width_of[tensor]
+            was_present = pages.is_present(page)
+            failures = pages.stuck.setdefault(page, {})
+            failures[tensor] = failures.get(tensor, 0) + 1
+            self._file(pages, page, was_present=was_present)
+        if failed and self.unmap_failures >= QUICK_RETRIES:
+            self._retry_at = self._now + RETRY_SECONDS
+
+    def _change(self, refs: Sequence[PageRef], *, mapped: bool) -> None:
+        tensors_of: dict[Spare, list[int]] = {}
+        for tensor, page in refs:
+            tensors_of.setdefault((self._width_of[tensor].width, page), []).append(tensor)
+        for (_, page), tensors in tensors_of.items():
+            pages = self._width_of[tensors[0]]
+            was_present = pages.is_present(page)
+            pages.change_mapped(page, tensors, mapped=mapped)
+            self._file(pages, page, was_present=was_present)
+        self.mapped_pages += len(refs) if mapped else -len(refs)
+
+    @property
+    def unmap_failures(self) -> int:
+        """The most failed unmaps in a row of any one page; 0 when none is stuck."""
+        return max((n for pages in self.widths for stuck in pages.stuck.values() for n in stuck.values()), default=0)
+
+    def _retry_due(self, now: float) -> bool:
+        return now >= self._retry_at or self.unmap_failures < QUICK_RETRIES
+
+    def next_deadline(self, now: float) -> float | None:
+        """When a delta will be due without any block moving; `now` when one is due already."""
+        due: list[float] = []
+        for pages in self.widths:
+            if pages.missing or any(pages.leaving.values()):
+                return now
+            if pages.spares:
+                due.append(next(iter(pages.spares.values())) + SPARE_SECONDS)
+            if pages.leaving:
+                due.append(now if self._retry_due(now) else self._retry_at)
+        return min(due, default=None)
+
+    # --- accounts ---------------------------------------------------------------------------------------------------
+
+    def unmapped_parts(self) -> Iterator[tuple[int, int]]:
+        """(block, bytes) for what of each block lies on wanted pages that are not mapped yet. O(missing pages)."""
+        for pages in self.widths:
+            for page, tensors in pages.missing.items():
+                for block in range(*pages.blocks_of(page)):
+                    yield block, pages.overlap(page, block) * tensors
+
+    def is_mapped(self, ref: PageRef) -> bool:
+        """Whether the ranks have acknowledged this page as mapped."""
+        return ref.tensor in self._width_of[ref.tensor].mapped_tensors(ref.page)
+
+    def check(self, live_runs: Sequence[Run]) -> None:
+        """Recount everything from the live blocks; an AssertionError names what differs."""
+        missing = spare = leaving = mapped = 0
+        for pages in self.widths:
+            counts = [0] * len(pages.live)
+            for block in (block for run in live_runs for block in range(*run)):
+                for page in range(pages.first_page(block), pages.last_page(block) + 1):
+                    counts[page] += 1
+            assert counts == pages.live, f"live counts of width {pages.width} differ from a recount"
+            _check_lists(pages)
+            missing += sum(pages.missing.values())
+            spare += len(pages.spares) * len(pages.tensors)
+            leaving += sum(pages.leaving.values())
+            mapped += sum(pages.num_mapped)
+        totals = (self.missing_pages, self.spare_pages, self.leaving_pages, self.mapped_pages)
+        assert totals == (missing, spare, leaving, mapped), f"totals {totals} against {missing, spare, leaving, mapped}"
+
+
+def _check_lists(pages: WidthPages) -> None:
+    every = len(pages.tensors)
+    for page, (live, mapped) in enumerate(zip(pages.live, pages.num_mapped, strict=True)):
+        assert (page in pages.partial) == (0 < mapped < every), f"page {page}: {mapped} of {every} mapped"
+        assert (page in pages.missing) == (live > 0 and mapped < every), f"page {page} wrongly missing or not"
+        unwanted = (page in pages.spares) + (page in pages.leaving)
+        assert unwanted == (live == 0 and mapped > 0), f"page {page} must be spare or leaving exactly when unwanted"
+        assert page not in pages.spares or (mapped == every and page not in pages.stuck), f"page {page} is no spare"
+
+
+class AlwaysResident(Residency):
+    """The physical KV cache: every block of `num_blocks` has its memory from the start, and nothing ever moves."""
+
+    reclaims = False
+
+    def __init__(self, spec: CacheSpec, *, num_blocks: int) -> None:
+        super().__init__(spec, page_bytes=1, spare_pages=0)
+        self.mapped_pages = num_blocks * spec.bytes_per_block
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(1, RESIDENT_GROUP)
+
+    def _count(self, run: Run, sign: int) -> None:
+        pass
+
+    def present_runs(self, run: Run) -> list[Run]:
+        return [run]
+
+    def opening(self, gone: Collection[Spare] = ()) -> Opening:
+        return Opening(())
+
+    def pages_of(self, runs: Iterable[Run]) -> int:
+        return 0
+
+    def check(self, live_runs: Sequence[Run]) -> None:
+        assert not self.changed
