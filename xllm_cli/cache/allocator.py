@@ -1,0 +1,189 @@
+"""Where blocks come from when there are not enough of them, and how bytes are given back.
+
+Owns the order in which things give way: free blocks, pages within the headroom, spares, idle cached blocks. Joins
+BlockPool, PrefixIndex and Residency under one Account; knows neither sequences nor tokens.
+
+    slack = headroom - missing + leaving, in pages: what this plan may still map. Pages leaving with its delta pay for
+    pages it maps. While slack < 0 there is no spare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from xllm_cli.cache.account import Account, GrowthGate
+from xllm_cli.cache.blocks import BlockPool, Cold, runs_of
+from xllm_cli.cache.prefix import PrefixIndex
+from xllm_cli.cache.report import CacheCounters
+from xllm_cli.cache.residency import Residency, Spare
+
+NO_COLD = Cold([], 0)
+
+
+class Allocator:
+    """Takes, gives back and reclaims blocks."""
+
+    def __init__(self, residency: Residency, pool: BlockPool, account: Account, *, clock: Callable[[], float]) -> None:
+        self.residency = residency
+        self.pool = pool
+        self.index = PrefixIndex(self.pool.page_use)
+        self.gate = GrowthGate()
+        self.counters = CacheCounters()
+        self._clock = clock
+        self._account = account
+
+    @property
+    def slack(self) -> int:
+        residency = self.residency
+        room = self._account.growth() // residency.page_bytes
+        return room - residency.missing_pages + residency.leaving_pages
+
+    # --- taking -----------------------------------------------------------------------------------------------------
+
+    def fits(self, own: Sequence[int], count: int) -> bool:
+        """Whether take() would succeed. Changes nothing."""
+        short = count - self.pool.num_ready - self.index.num_idle
+        if (
+            short <= 0
+            or self._cold(short).num_blocks >= short
+            or self._cold(short, self._useless_spares()).num_blocks >= short
+        ):
+            return True
+        return bool(self._packed(own, count))
+
+    def take(self, own: Sequence[int], count: int) -> list[int] | None:
+        """Hold `count` more blocks for a table that has `own`; None, with nothing changed, when they cannot be had."""
+        short = count - self.pool.num_ready
+        cold = NO_COLD
+        if short > 0:
+            useless: Collection[Spare] = ()
+            cold = self._cold(short)
+            if cold.num_blocks < short:
+                useless = self._useless_spares()
+                cold = self._cold(short, useless)
+            short -= cold.num_blocks
+            if short > self.index.num_idle:
+                return self._take_packed(own, count)
+            self.residency.give_up(useless)
+        taken = self.pool.take_ready(min(count, self.pool.num_ready))
+        for run in cold.runs:
+            self.pool.take_run(run)
+            taken.extend(range(*run))
+        if short > 0:
+            reused = self.index.evict(short)
+            self.counters.evicted_blocks += len(reused)
+            self.pool.reuse(reused)
+            taken += reused
+        self.pool.settle()
+        return taken
+
+    def _cold(self, count: int, gone: Collection[Spare] = ()) -> Cold:
+        pages = self.slack + sum(self.residency.tensors_of(spare) for spare in gone)
+        if self.residency.reclaims and (pages <= 0 or self.gate.is_closed(self._clock())):
+            return NO_COLD
+        return self.pool.cold(count, pages, gone)
+
+    def _useless_spares(self) -> set[Spare]:
+        """Spares that no ready block touches: when all ready blocks are taken, these only cost bytes."""
+        return {spare for spare, run in self.residency.spares() if not self.pool.ready_in(run)}
+
+    def _packed(self, own: Sequence[int], count: int) -> list[int]:
+        """The lowest `count` ids besides `own`, if nobody else holds a block and their pages alone fit; else nothing.
+
+        Scattered blocks of narrow tensors can strand so many pages that a request which fits when packed would never
+        run; whoever is alone may therefore clear the cache and pack.
+        """
+        pool, residency = self.pool, self.residency
+        if pool.num_held != len(own) or self.gate.is_closed(self._clock()) or not residency.reclaims:
+            return []
+        held = set(own)
+        last = min(pool.num_blocks, pool.first_block + len(own) + count)
+        ids = [block for block in range(pool.first_block, last) if block not in held][:count]
+        if len(ids) < count:
+            return []
+        wanted = residency.pages_of([*runs_of(sorted([*held, *ids])), *pool.padding_runs])
+        stuck = residency.unwanted_bytes // residency.page_bytes - residency.spare_pages - residency.leaving_pages
+        room = self._account.growth() // residency.page_bytes
+        return ids if wanted + stuck - residency.mapped_pages <= room else []
+
+    def _take_packed(self, own: Sequence[int], count: int) -> list[int] | None:
+        ids = self._packed(own, count)
+        if not ids:
+            return None
+        self._forget(self.index.evict(self.index.num_idle))
+        self.residency.give_up_pages(self.residency.spare_pages)
+        self.pool.settle()
+        self.pool.take(ids)
+        return ids
+
+    # --- giving back ------------------------------------------------------------------------------------------------
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Drop a reference on each; what nobody holds then stays cached if its KV is published, else is free."""
+        gone = self.pool.release(blocks)
+        if self.index.has_provisional:
+            for block in gone:
+                entry = self.index.entry_of(block)
+                if entry is not None and entry.provisional:
+                    self.pool.free(self.index.forget(entry))
+        entries = [self.index.entry_of(block) for block in gone]
+        self.pool.free([block for block, entry in zip(gone, entries, strict=True) if entry is None])
+        idle = [entry for entry in entries if entry is not None]
+        self.pool.cache([entry.block for entry in idle])
+        for entry in idle:
+            self.index.make_idle(entry)
+        self.pay()
+
+    def withdraw(self) -> None:
+        """Take back every provisional publication; the blocks stay with their holders."""
+        for entry in self.index.provisional():
+            if entry.alive:
+                self.pool.free(self.index.forget(entry))
+        self.pay()
+
+    def forget_all(self) -> int:
+        """Empty the index; returns the blocks that became free."""
+        blocks = self.index.forget_all()
+        self.pool.free(blocks)
+        self.pay()
+        return len(blocks)
+
+    def pay(self) -> None:
+        """Give up spares while slack is negative."""
+        if self.residency.spare_pages and self.slack < 0:
+            self.residency.give_up_pages(-self.slack)
+            self.pool.settle()
+
+    def reclaim(self, nbytes: int) -> int:
+        """Make up to `nbytes` (rounded up to pages) leave with the next delta: spares, then the pages that only idle
+        blocks keep, longest idle first. Returns the bytes that leave; less than asked when there is no more."""
+        residency, placement = self.residency, self.pool.placement
+        if nbytes <= 0 or not residency.reclaims:
+            return 0
+        start = residency.leaving_pages
+        target = start - (-nbytes // residency.page_bytes)
+        residency.give_up_pages(target - residency.leaving_pages)
+        self.pool.settle()
+        for group in tuple(placement.idle) if residency.leaving_pages < target else ():
+            if group in placement.idle and not self.pool.is_page_held(group):
+                self._forget_group(group)
+                residency.give_up_pages(target - residency.leaving_pages)
+                self.pool.settle()
+                if residency.leaving_pages >= target:
+                    break
+        return (residency.leaving_pages - start) * residency.page_bytes
+
+    def _forget_group(self, group: int) -> None:
+        for block in self.pool.cached_in(group):
+            entry = self.index.entry_of(block)
+            if entry is not None:
+                self._forget(self.index.forget(entry))
+
+    def _forget(self, blocks: list[int]) -> None:
+        self.counters.evicted_blocks += len(blocks)
+        self.pool.free(blocks)
+
+    def check(self) -> None:
+        """No spare while pages must go; cached blocks are exactly the idle entries."""
+        assert self.slack >= 0 or not self.residency.spare_pages, f"spares are kept at a slack of {self.slack}"
+        assert self.pool.num_cached == self.index.num_idle, "cached blocks are not the idle entries"

@@ -1,0 +1,369 @@
+"""The cache as the scheduler sees it: block tables grow, match, publish and end; a plan closes with a page delta.
+
+Joins BlockPool, PrefixIndex, Residency and the budget. It knows neither torch nor a driver nor how a step runs: only an
+acknowledgement changes what is mapped, so rolling a plan back touches blocks and nothing else.
+
+One plan   match, grow, publish(provisional) … → plan_delta → ranks → acknowledge or refuse → observe → publish, release
+In a plan  missing - leaving ≤ headroom: pages that leave with a delta pay for the pages it maps
+Bytes      mapped = kv_live (with padding) + kv_cached + kv_idle + kv_spare
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from xllm_cli.cache.account import Account
+from xllm_cli.cache.allocator import Allocator
+from xllm_cli.cache.blocks import BlockPool, BlockTable
+from xllm_cli.cache.budget import Headroom, Limits, Usage
+from xllm_cli.cache.options import CacheOptions
+from xllm_cli.cache.prefix import KeyMaker
+from xllm_cli.cache.report import bands
+from xllm_cli.cache.residency import QUICK_RETRIES, AlwaysResident, Residency
+from xllm_cli.core import CacheSpec, MediaSpan, Observation, PageDelta, PageRef
+
+
+class CacheManager:
+    """KV memory of one model.
+
+    `page_bytes` None: the physical cache. `prefix_seed` None: no prefix cache. `num_blocks` None: as many ids as the
+    arena has room for. `spare_pages` bounds the spares, over all tensors: more save map calls when load swings, and
+    hold memory a second longer.
+    """
+
+    def __init__(  # noqa: PLR0913 - made once, from as many sources
+        self,
+        spec: CacheSpec,
+        *,
+        limits: Limits,
+        page_bytes: int | None,
+        prefix_seed: int | None,
+        num_blocks: int | None = None,
+        spare_pages: int = 64,
+        options: CacheOptions | None = None,
+    ) -> None:
+        options = options or CacheOptions()
+        self.spec = spec
+        capacity = limits.arena_bytes - options.state_bytes
+        if page_bytes is None:
+            residency: Residency = AlwaysResident(spec, num_blocks=num_blocks or capacity // spec.bytes_per_block)
+        else:
+            residency = Residency(spec, page_bytes=page_bytes, spare_pages=spare_pages)
+        num_blocks = num_blocks or residency.packed_blocks(capacity)
+        self._pool = BlockPool(residency, num_blocks=num_blocks, padding=options.padding)
+        padding = residency.pages_of(self._pool.padding_runs) * residency.page_bytes
+        usage = Usage(kv_mapped=residency.mapped_bytes, state=options.state_bytes, padding=padding)
+        self._account = Account(limits, usage)
+        self._allocator = Allocator(residency, self._pool, self._account, clock=options.clock)
+        self._residency = residency
+        self.counters = self._allocator.counters
+        self._index = self._allocator.index
+        self._keys = KeyMaker(block_size=spec.block_size, seed=prefix_seed or 0, lookahead=options.lookahead)
+        self._caches_prefixes = prefix_seed is not None
+        self._clock = options.clock
+        self._holds: dict[int, list[int]] = {}
+
+    # --- one sequence -----------------------------------------------------------------------------------------------
+
+    def open(self, *, salt: str = "", media: Sequence[MediaSpan] = ()) -> BlockTable:
+        """A table without blocks. `media` are the prompt's media items, by position."""
+        return BlockTable(salt=salt, media=tuple(media), epoch=self._index.epoch)
+
+    def match(self, table: BlockTable, tokens: Sequence[int]) -> int:
+        """Retain the cached blocks that continue `table`; returns the tokens its published blocks cover.
+
+        A multiple of block_size, and less than `len(tokens)`: the last token is always left to compute. Continues
+        after the blocks held already; while one of them is not published there is nothing to add.
+        """
+        if not self._renew(table):
+            return 0
+        self._drop_forgotten(table)
+        block_size = self.spec.block_size
+        first = len(table.chain)
+        if first == len(table.blocks):
+            limit = min((len(tokens) - 1) // block_size, self._keys.num_full(len(tokens)))
+            self._keys.extend(table.keys, tokens, limit, media=table.media, salt=table.salt)
+            self._follow(table, limit)
+            if not first:
+                table.cached_tokens = len(table.chain) * block_size
+                table.queried_tokens = len(tokens)
+        return len(table.chain) * block_size
+
+    def _follow(self, table: BlockTable, limit: int) -> None:
+        parent = table.chain[-1] if table.chain else None
+        for key in table.keys[len(table.chain) : limit]:
+            entry = self._index.find(parent, key)
+            if entry is None:
+                break
+            self._pool.retain(entry.block)
+            self._index.make_used(entry)
+            table.blocks.append(entry.block)
+            table.chain.append(entry)
+            parent = entry
+
+    def fits(self, num_blocks: int, table: BlockTable | None = None) -> bool:
+        """Whether grow() could give `table` (None: a new one) so many more blocks now. Changes nothing."""
+        return self._allocator.fits(table.blocks if table else (), num_blocks)
+
+    def grow(self, table: BlockTable, num_tokens: int) -> bool:
+        """Make `table` cover positions `[0, num_tokens)`.
+
+        Free blocks first, then pages within the headroom, then spares given up, then the least recently used idle
+        blocks, as many as are short. False: out of memory, the table is unchanged.
+        """
+        short = self.blocks_for(num_tokens) - len(table.blocks)
+        if short > 0:
+            taken = self._allocator.take(table.blocks, short)
+            if taken is None:
+                return False
+            table.blocks += taken
+        if table.queried_tokens:
+            self.counters.prefix_queries += table.queried_tokens
+            self.counters.prefix_hits += table.cached_tokens
+            table.queried_tokens = 0
+        return True
+
+    def shrink(self, table: BlockTable, num_blocks: int) -> None:
+        """Give back the blocks beyond the first `num_blocks`: a rollback."""
+        self._allocator.give_back(table.blocks[num_blocks:])
+        del table.blocks[num_blocks:]
+        del table.chain[num_blocks:]
+
+    def publish(self, table: BlockTable, tokens: Sequence[int], num_written: int, *, provisional: bool = False) -> None:
+        """Make every full block findable whose KV is written, that is which lies within the first `num_written` tokens.
+
+        `provisional`: the running plan writes it. Rows of the same plan may match it; publishing again without
+        `provisional` confirms, withdraw() takes it back. A block whose prefix is present already stays private.
+        """
+        if not self._renew(table):
+            return
+        self._drop_forgotten(table)
+        count = min(num_written // self.spec.block_size, self._keys.num_full(len(tokens)), len(table.blocks))
+        if not provisional:
+            self._confirm(table, count)
+        if count > len(table.chain):
+            self._keys.extend(table.keys, tokens, count, media=table.media, salt=table.salt)
+            for block in range(len(table.chain), count):
+                parent = table.chain[-1] if table.chain else None
+                entry = self._index.publish(parent, table.keys[block], table.blocks[block], provisional=provisional)
+                if entry is None:
+                    break
+                table.chain.append(entry)
+
+    def _confirm(self, table: BlockTable, count: int) -> None:
+        for block in range(min(count, len(table.chain)) - 1, -1, -1):
+            entry = table.chain[block]
+            if not entry.provisional:
+                break
+            if entry.block == table.blocks[block]:
+                self._index.confirm(entry)
+
+    def withdraw(self) -> None:
+        """Take back every provisional publication: the plan did not run. Their blocks stay with their holders."""
+        self._allocator.withdraw()
+
+    def _renew(self, table: BlockTable) -> bool:
+        """Whether the table may use the index: its blocks, if any, are not older than the last forget_all."""
+        if not table.blocks:
+            table.epoch = self._index.epoch
+        return self._caches_prefixes and table.epoch == self._index.epoch
+
+    def _drop_forgotten(self, table: BlockTable) -> None:
+        """Entries forgotten under a table are published again, from its own blocks, by the next publish()."""
+        while table.chain and not table.chain[-1].alive:
+            table.chain.pop()
+
+    def release(self, table: BlockTable) -> None:
+        """Drop all of a table's references; its published blocks stay cached. Doing it twice changes nothing."""
+        self._allocator.give_back(table.blocks)
+        table.blocks = []
+        table.chain = []
+        table.queried_tokens = 0
+
+    def hold(self, blocks: Iterable[int]) -> int:
+        """Keep blocks of a live table beyond its release, eviction and forgetting; returns what drop() takes."""
+        held = list(blocks)
+        for block in held:
+            self._pool.retain(block)
+        number = max(self._holds, default=0) + 1
+        self._holds[number] = held
+        return number
+
+    def drop(self, hold: int) -> None:
+        """End a hold. Its blocks stay cached or become free as if their last table had been released."""
+        self._allocator.give_back(self._holds.pop(hold))
+
+    # --- one plan ---------------------------------------------------------------------------------------------------
+
+    def plan_delta(self, now: float) -> PageDelta:
+        """Close a plan: the page changes it needs. `now` is in seconds of the clock. O(pages that change).
+
+        Above the headroom (it may be negative) idle blocks are forgotten so that their pages leave with this delta.
+        """
+        self._relieve()
+        self._residency.expire(now)
+        self._pool.settle()
+        self._index.tick()
+        return self._residency.delta(now)
+
+    def acknowledge(self, delta: PageDelta, stuck: Sequence[PageRef] = ()) -> None:
+        """Every rank did the delta, save the unmaps in `stuck`. Call before observe() of the same step."""
+        self._apply(delta.map, delta.unmap, stuck)
+        if delta.map:
+            self._allocator.gate.succeeded()
+
+    def refuse(self, delta: PageDelta, stuck: Sequence[PageRef] = ()) -> None:
+        """The vote was lost: the maps were undone, save those in `stuck`; the unmaps stand, save those in `stuck`.
+
+        Closes growth for 10 ms, doubling to 1 s until a map succeeds.
+        """
+        undone = set(stuck)
+        self._apply([ref for ref in delta.map if ref in undone], delta.unmap, stuck)
+        self.counters.map_failures += 1
+        self._allocator.gate.failed(self._clock())
+
+    def _apply(self, mapped: Sequence[PageRef], unmap: Sequence[PageRef], stuck: Sequence[PageRef]) -> None:
+        failed = set(stuck)
+        unmapped = [ref for ref in unmap if ref not in failed]
+        self._residency.apply(mapped=mapped, unmapped=unmapped, failed=[ref for ref in unmap if ref in failed])
+        self._pool.settle()
+        self.counters.pages_mapped += len(mapped)
+        self.counters.pages_unmapped += len(unmapped)
+        page_bytes = self._residency.page_bytes
+        created = (len(mapped) - len(unmapped)) * page_bytes
+        self._account.moved(kv_mapped=self._residency.mapped_bytes, created=created)
+        self._allocator.pay()
+
+    def observe(self, *observations: Observation) -> None:
+        """What each rank saw after the step, and after all that was acknowledged."""
+        self._account.observe(observations)
+        self._allocator.pay()
+
+    def close_growth(self, until: float) -> None:
+        """Map no further page until then, in seconds of the clock. Rows that need no page go on."""
+        self._allocator.gate.close(until)
+
+    @property
+    def growth_is_closed(self) -> bool:
+        """Whether a failed map, or close_growth(), keeps every further page from being asked for."""
+        return self._allocator.gate.is_closed(self._clock())
+
+    def next_deadline(self, now: float) -> float | None:
+        """When plan_delta() or grow() will answer otherwise though nothing else happens: a spare expires, a stuck page
+        is due, growth opens. `now` if a delta is due already, None if never."""
+        due = [self._residency.next_deadline(now)]
+        if self._allocator.gate.is_closed(now):
+            due.append(self._allocator.gate.closed_until)
+        return min((time for time in due if time is not None), default=None)
+
+    # --- budget -----------------------------------------------------------------------------------------------------
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page; 1 for the physical cache, which has none."""
+        return self._residency.page_bytes
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block."""
+        return self.spec.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that cover so many tokens."""
+        return -(-num_tokens // self.spec.block_size)
+
+    @property
+    def limits(self) -> Limits:
+        """The caps as they are now."""
+        return self._account.limits
+
+    @property
+    def observation(self) -> Observation:
+        """What rank 0 saw last; all zero before the first observe()."""
+        return self._account.observations[0] if self._account.observations else Observation(total=0, free=0)
+
+    @property
+    def num_blocks(self) -> int:
+        """Block ids the arena has room for, padding included: `[0, num_blocks)`."""
+        return self._pool.num_blocks
+
+    def headroom(self) -> Headroom:
+        """Bytes that may be mapped now and what limits them; at most 0 while growth is closed."""
+        room = self._account.headroom()
+        if self.growth_is_closed:
+            return room._replace(bytes=min(0, room.bytes))
+        return room
+
+    def possible_bytes(self) -> int:
+        """The most KV bytes a request could have if it were alone, whatever is free now."""
+        return self._account.possible()
+
+    def possible_tokens(self) -> int:
+        """The most tokens, prompt and answer, that such a request could have: whole blocks on whole pages."""
+        padding = self._account.usage.padding
+        blocks = min(self._residency.packed_blocks(self.possible_bytes() + padding), self.num_blocks)
+        return max(0, blocks - self._pool.first_block) * self.spec.block_size
+
+    def keep_free(self) -> int:
+        """Bytes an elastic create must leave free on the device: floor + execution room + reserve."""
+        return self._account.keep_free()
+
+    def set_limit(self, limit: int | None) -> None:
+        """Cap KV bytes from now on (None: no cap). Idle blocks leave with the next delta; see over_limit_bytes()."""
+        self._account.set_limit(limit)
+        self._allocator.pay()
+
+    def set_weights(self, *, mapped: int, on_device: int) -> None:
+        """Weight bytes that share the arena: in mapped pages of the pool, and on the device in all."""
+        self._account.set_weights(mapped=mapped, on_device=on_device)
+        self._allocator.pay()
+
+    def over_limit_bytes(self) -> int:
+        """KV bytes above the arena, max_cache_size or limit after forgetting what is idle: only preemption frees them.
+
+        Never more than 0 for want of free memory: rows that need nothing are not preempted for a neighbour.
+        """
+        if not self._residency.reclaims:
+            return 0
+        self._relieve()
+        pages = self._account.headroom().caps // self._residency.page_bytes
+        over = self._residency.missing_pages - self._residency.leaving_pages - pages
+        return max(0, over) * self._residency.page_bytes
+
+    def forget_bytes(self, nbytes: int) -> int:
+        """Give up spares and idle blocks, whole pages at a time; returns the bytes that leave with the next delta."""
+        return self._allocator.reclaim(nbytes)
+
+    def forget_all(self) -> int:
+        """Empty the prefix index: no later request hits anything computed before. Returns the blocks freed.
+
+        Blocks in use stay with their sequences, and are never published again.
+        """
+        return self._allocator.forget_all()
+
+    def _relieve(self) -> None:
+        slack = self._allocator.slack
+        if slack < 0:
+            self._allocator.reclaim(-slack * self._residency.page_bytes)
+
+    # --- report -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_healthy(self) -> bool:
+        """False while a page stays mapped after three unmaps in a row that failed."""
+        return self._residency.unmap_failures < QUICK_RETRIES
+
+    def bands(self) -> dict[str, int]:
+        """`mapped`, `kv_live`, `kv_cached`, `kv_idle`, `kv_spare` and `state` in bytes; see report.py."""
+        found = bands(self._pool, self._residency, self.spec.bytes_per_block)
+        return {**found, "state": self._account.usage.state}
+
+    def check(self) -> None:
+        """Recount everything from scratch; an AssertionError names what differs. O(all blocks)."""
+        self._pool.check()
+        self._index.check(lambda block: self._pool.references[block] > 0)
+        self._allocator.check()
+        assert self._account.usage.kv_mapped == self._residency.mapped_bytes
+        for block in (block for held in self._holds.values() for block in held):
+            assert self._pool.references[block] > 0, f"block {block} is under a hold and not held"
+        assert min(self.bands().values()) >= 0, f"a negative band in {self.bands()}"
