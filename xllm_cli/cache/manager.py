@@ -278,9 +278,9 @@ class CacheManager:
         return self._account.limits
 
     @property
-    def observation(self) -> Observation:
-        """What rank 0 saw last; all zero before the first observe()."""
-        return self._account.observations[0] if self._account.observations else Observation(total=0, free=0)
+    def observations(self) -> tuple[Observation, ...]:
+        """What each rank saw last; empty before the first observe()."""
+        return self._account.observations
 
     @property
     def num_blocks(self) -> int:
