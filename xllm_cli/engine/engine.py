@@ -174,7 +174,7 @@ class Engine:
         possible = self._cache.possible_tokens()
         # the last token's KV is never written
         if prompt + (asked or 1) - 1 > possible:
-            needed = self._cache.blocks_for(prompt + (asked or 1) - 1) * self._cache.spec.bytes_per_block
+            needed = self._bytes_for(prompt + (asked or 1) - 1)
             raise RequestError(
                 f"the request needs {needed} bytes of KV cache for {prompt} prompt tokens and max_tokens {asked or 1}; "
                 f"at most {self._cache.possible_bytes()} bytes ({possible} tokens) are possible. Lower max_tokens, or "
@@ -183,6 +183,9 @@ class Engine:
                 param="max_tokens" if asked else "prompt",
             )
         return asked or min(self._limits.max_model_len - prompt, possible + 1 - prompt)
+
+    def _bytes_for(self, tokens: int) -> int:
+        return self._cache.blocks_for(tokens) * self._cache.spec.bytes_per_block
 
     def _seed(self, request: Request) -> int:
         if request.sampling.seed is not None:
@@ -218,7 +221,7 @@ class Engine:
 
     def _shortage(self, sequence: Sequence) -> RequestError:
         cache = self._cache
-        needed = (cache.blocks_for(len(sequence.tokens)) + 1) * cache.spec.bytes_per_block
+        needed = self._bytes_for(len(sequence.tokens) + cache.block_size)
         headroom = cache.headroom()
         return RequestError(
             f"no memory for {self._limits.memory_wait_seconds:g} s: {needed} bytes of KV cache are needed, "

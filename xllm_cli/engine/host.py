@@ -158,8 +158,8 @@ def _open_cache(config: Config, spec: CacheSpec, size: CacheSize, info: DriverIn
         spec,
         limits=limits,
         page_bytes=info.page_bytes if config.vmm.enable_vmm_kvcache else None,
-        num_blocks=size.num_blocks,
         prefix_seed=flags.xxh3_128bits_seed if flags.enable_prefix_cache else None,
+        num_blocks=size.num_blocks,
         spare_pages=SPARE_BYTES // info.page_bytes,
     )
 
@@ -234,7 +234,12 @@ def _open_store(config: Config, spec: CacheSpec, size: CacheSize, driver: Driver
         lock_path=None if size.pool_pages is not None else device_lock_path("cpu"),
         progress=lambda done, total: progress(f"creating pages: {done} of {total}"),
     )
-    return VirtualKvStore([Arena(driver, pool, nbytes) for nbytes in sizes], pool, page_bytes)
+    arenas = [Arena(driver, pool, nbytes) for nbytes in sizes]
+    return VirtualKvStore(arenas, pool, page_bytes, fence=_cpu_fence)
+
+
+def _cpu_fence() -> None:
+    """A cpu kernel has ended when its call returns: there is no work in flight to wait for."""
 
 
 def device_lock_path(device: str) -> Path:

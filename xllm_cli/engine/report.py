@@ -49,7 +49,7 @@ class Reporter:
             num_waiting=len(scheduler.waiting),
             waiting_for=scheduler.waiting_for,
             healthy=self._cache.is_healthy,
-            reason="" if self._cache.is_healthy else "a page could not be unmapped three times in a row",
+            reason="" if self._cache.is_healthy else "a page stays mapped after three unmaps",
         )
 
     def _counters(self, scheduler: Scheduler) -> Counters:
@@ -71,7 +71,7 @@ class Reporter:
         return Counters(**{name: after - before for name, after, before in since})
 
     def _memory(self, counters: Counters) -> VmmReport:
-        cache, facts, seen = self._cache, self._facts, self._cache.observation
+        cache, facts, seen = self._cache, self._facts, self._cache.observations[0]
         bands, headroom = cache.bands(), cache.headroom()
         return VmmReport(
             device=facts.device,

@@ -190,8 +190,8 @@ class Scheduler:
         if count < 1:
             self.waiting_for = "a step"
             return False
-        promised = sum(self._blocks_missing(s) for s in self.running if not s.is_decoding)
-        fits = self._cache.fits(promised + self._blocks_missing(sequence) + 1)
+        promised = sum(self._blocks_missing(s) + 1 for s in self.running if not s.is_decoding)
+        fits = self._cache.fits(promised + self._blocks_missing(sequence) + 1, sequence.table)
         if not fits or not self._cache.grow(sequence.table, sequence.computed + count):
             self.waiting_for = "memory"
             return False
@@ -233,7 +233,7 @@ class Scheduler:
                 self._cache.publish(sequence.table, sequence.tokens, sequence.computed + count, provisional=True)
 
     def _preempt(self, victim: Sequence, draft: _Draft) -> None:
-        """Give a running sequence's blocks back; it waits ahead of newcomers and recomputes (from its cached blocks)."""
+        """Give a running sequence's blocks back; it waits ahead of newcomers and recomputes what is not cached."""
         self.running.remove(victim)
         self._cache.release(victim.table)
         victim.computed = 0

@@ -6,7 +6,7 @@ Owns arenas and what is mapped in them. Does not know blocks, sequences or budge
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from xllm_cli.vmm.pool import PagePool
 
 @dataclass(frozen=True, slots=True)
 class DeltaOutcome:
-    """`mapped` False: this delta's maps are undone. `stuck`: pages that are still mapped although they should not be."""
+    """`mapped` False: this delta's maps are undone. `stuck`: pages still mapped although they should not be."""
 
     mapped: bool
     stuck: tuple[PageRef, ...] = ()
@@ -62,13 +62,19 @@ class KvStore(Protocol):
 class VirtualKvStore:
     """KV tensors in arenas of a page pool."""
 
-    def __init__(self, arenas: Sequence[Arena], pool: PagePool, page_bytes: int) -> None:
+    def __init__(
+        self, arenas: Sequence[Arena], pool: PagePool, page_bytes: int, *, fence: Callable[[], None]
+    ) -> None:
+        """`fence` returns when the device no longer works on any page: nothing is unmapped before."""
+        self._fence = fence
         self._arenas = list(arenas)
         self._pool = pool
         self._page_bytes = page_bytes
 
     def apply(self, delta: PageDelta, keep_free: int) -> DeltaOutcome:
         """See KvStore. Handles freed by the unmaps are the first to be mapped again."""
+        if delta.unmap:
+            self._fence()
         stuck = self._unmap(delta.unmap)
         if not delta.map:
             return DeltaOutcome(True, stuck)

@@ -1,0 +1,128 @@
+"""Every driver call fails once, one run per position: requests end right, invariants hold, no page leaks.
+
+One engine over a FaultyDriver serves the same small load again and again; the driver counts pages per verb, so every
+page of every batch is a position of its own. Answers are compared with those of the run without faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.checkpoints import tiny_checkpoint
+from xllm_cli import LLM
+from xllm_cli.core import SamplingParams
+from xllm_cli.engine import host
+from xllm_cli.errors import XllmError
+from xllm_cli.vmm.driver import FaultyDriver, VmmError, open_driver
+from xllm_cli.worker.kv_store import VirtualKvStore
+
+WAVES, WIDTH = 7, 3
+# blocks of 1.5 pages of 2 MiB: they straddle, and every sequence needs pages of its own
+FLAGS = {"dtype": "float32", "block_size": 4096, "enable_vmm_kvcache": True, "vmm_elastic": True}
+CACHE_BYTES = 64 << 20
+VERBS = ("create", "destroy", "map", "unmap")
+
+
+class Bench:
+    """An engine over a faulty driver, and the answers it gave without faults."""
+
+    def __init__(self, mode: str, **flags: object) -> None:
+        self.driver = FaultyDriver(open_driver("cpu", mode=mode))
+        self.llm = LLM(tiny_checkpoint("llama"), driver=self.driver, max_cache_size=CACHE_BYTES, **FLAGS, **flags)
+        self.settle()
+        self.driver.reset_counts()
+        self.right = self.serve()
+        self.settle()
+        self.counts = self.driver.counts()
+
+    def serve(self) -> list[list[int]]:
+        """Waves of short requests: each wave maps its pages and gives them back."""
+        wanted = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        answers = []
+        for wave in range(WAVES):
+            prompts = [[(31 * wave + 7 * i + j) % 250 for j in range(5 + i)] for i in range(WIDTH)]
+            completions = self.llm.generate(prompts, wanted)
+            self.llm.engine.check()
+            answers += [c.token_ids if c.error is None else [c.error.status] for c in completions]
+        return answers
+
+    def settle(self) -> None:
+        """Idle steps until everything mapped has gone back."""
+        for _ in range(4):
+            self.llm.idle()
+        self.llm.engine.check()
+
+    def leaked(self) -> list[str]:
+        """What is still there after the load, in words."""
+        memory, usage = self.llm.memory(), self.driver.usage()
+        held = {key: memory[key] for key in ("mapped", "physical", "free_handles", "kv_live") if memory[key]}
+        return [str(held)] * bool(held) + [str(usage)] * bool(usage["handles"] or self.driver.memfd_bytes())
+
+
+@pytest.fixture(scope="module", params=["huge", "4k"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "SPARE_BYTES", 0)  # no spares: every wave gives its pages back and creates them again
+        made = Bench(request.param, enable_prefix_cache=False)
+        yield made
+        assert made.llm.close()
+
+
+def test_a_clean_run_makes_enough_driver_calls(bench: Bench):
+    assert all(bench.counts[verb] >= 30 for verb in VERBS), bench.counts
+    assert bench.leaked() == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("shortage", [True, False], ids=["shortage", "error"])
+def test_each_call_failing_once_changes_no_answer_and_leaks_nothing(bench: Bench, verb: str, shortage: bool):
+    if verb in ("destroy", "unmap") and shortage:
+        pytest.skip("taking away is never short of memory")
+    for nth in range(1, bench.counts[verb] + 1):
+        bench.driver.reset_counts()
+        bench.driver.fail(verb, nth, shortage)
+        assert bench.serve() == bench.right, f"{verb} {nth}"
+        bench.settle()
+        assert bench.leaked() == [], f"{verb} {nth}"
+
+
+def test_cached_blocks_survive_failing_calls():
+    made = Bench("huge", enable_prefix_cache=True)
+    for verb in VERBS:
+        for nth in range(1, made.counts[verb] + 1, 5):
+            made.driver.reset_counts()
+            made.driver.fail(verb, nth, False)
+            assert made.serve() == made.right, f"{verb} {nth}"
+    assert made.llm.close()
+
+
+def test_a_failing_reserve_ends_the_start_cleanly():
+    driver = FaultyDriver(open_driver("cpu"))
+    driver.fail("reserve", 1, False)
+    with pytest.raises((XllmError, VmmError)):
+        LLM(tiny_checkpoint("llama"), driver=driver, max_cache_size=CACHE_BYTES, **FLAGS)
+    assert driver.usage()["handles"] == 0
+
+
+def test_a_failing_release_keeps_the_range_and_says_so():
+    driver = FaultyDriver(open_driver("cpu"))
+    llm = LLM(tiny_checkpoint("llama"), driver=driver, max_cache_size=CACHE_BYTES, **FLAGS)
+    driver.reset_counts()
+    driver.fail("release", 1, False)
+    assert not llm.close()
+    assert driver.usage()["handles"] == 0
+    assert llm.close()
+
+
+def test_a_store_that_forgets_to_undo_is_caught(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    """The checks above are able to fail: without the undo of a half-made delta, pages leak or steps fail."""
+    monkeypatch.setattr(VirtualKvStore, "_mapped_of", lambda self, pages: [])
+    bench.driver.reset_counts()
+    bench.driver.fail("map", 3, False)
+    with pytest.raises((AssertionError, VmmError, ValueError)):
+        for _ in range(2):
+            assert bench.serve() == bench.right
+        bench.settle()
+        assert bench.leaked() == []

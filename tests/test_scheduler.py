@@ -1,0 +1,268 @@
+"""The scheduler over a real cache manager: who runs, who waits, who gives way. The rank is played by hand."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from xllm_cli.cache.budget import Limits
+from xllm_cli.cache.manager import CacheManager
+from xllm_cli.cache.options import CacheOptions
+from xllm_cli.core import (
+    CacheSpec,
+    Observation,
+    Output,
+    Request,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TensorSpec,
+    TokenLogprob,
+)
+from xllm_cli.engine.scheduler import Scheduler, StepLimits
+from xllm_cli.engine.sequence import Sequence
+
+BLOCK, PAGE = 4, 4096
+GIB = 1 << 30
+
+
+class Rig:
+    """A scheduler whose rank maps whatever it is told and always draws token 9; one block is one page."""
+
+    def __init__(self, blocks: int, *, prefix: bool = False, **limits: object) -> None:
+        spec = CacheSpec(BLOCK, (TensorSpec("kv", PAGE),))
+        caps = Limits(arena_bytes=64 * PAGE, max_cache_size=blocks * PAGE)
+        self.now = 0.0
+        self.cache = CacheManager(
+            spec,
+            limits=caps,
+            page_bytes=PAGE,
+            prefix_seed=1024 if prefix else None,
+            spare_pages=0,
+            options=CacheOptions(clock=lambda: self.now),
+        )
+        self.cache.observe(self.observation())
+        bounds = {"tokens": 64, "sequences": 8, "chunk": 16, "prefill": None}
+        self.scheduler = Scheduler(self.cache, StepLimits(**{**bounds, **limits}))
+        self.numbers = count(1)
+
+    def observation(self) -> Observation:
+        return Observation(total=GIB, free=GIB)
+
+    def add(self, prompt: int, max_tokens: int = 100, first: int = 0, **wanted: object) -> Sequence:
+        number = next(self.numbers)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **wanted)
+        ids = [first + i for i in range(prompt)]
+        request = Request(request_id=str(number), prompt_ids=ids, sampling=sampling)
+        sequence = Sequence(number, request, self.cache.open(), max_tokens, 0)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def plan(self) -> StepPlan:
+        self.now += 0.1
+        return self.scheduler.plan(self.now)
+
+    def done(self, plan: StepPlan, *, mapped: bool = True) -> StepResult:
+        drawn = tuple(TokenLogprob(9, 0.0) for row in plan.rows if row.sampling is not None)
+        return StepResult(step=plan.step, mapped=mapped, observation=self.observation(), tokens=drawn)
+
+    def step(self) -> tuple[dict[int, int], list[Output]]:
+        """Tokens run per sequence, and the outputs."""
+        plan = self.plan()
+        outputs = self.scheduler.commit(plan, self.done(plan))
+        self.cache.check()
+        return {row.sequence: len(row.token_ids) for row in plan.rows}, outputs
+
+
+def test_decodes_come_first_then_prefills_then_newcomers():
+    rig = Rig(60, tokens=20, chunk=8)
+    rig.add(3)
+    rig.step()
+    rig.add(30)
+    rig.step()
+    rig.add(5)
+    plan = rig.plan()
+    assert [(row.sequence, len(row.token_ids)) for row in plan.rows] == [(1, 1), (2, 8), (3, 5)]
+
+
+def test_a_prompt_is_cut_into_chunks_and_only_the_last_draws():
+    rig = Rig(60)
+    rig.add(40)
+    assert [rig.step() for _ in range(2)] == [({1: 16}, []), ({1: 16}, [])]
+    ran, outputs = rig.step()
+    assert ran == {1: 8}
+    assert outputs[0].token_ids == [9]
+
+
+def test_prefill_tokens_of_a_step_are_shared():
+    rig = Rig(60, prefill=16)
+    rig.add(12)
+    rig.add(12)
+    assert rig.step()[0] == {1: 12, 2: 4}
+
+
+def test_without_chunking_a_prompt_runs_whole_or_waits():
+    rig = Rig(60, chunk=None, tokens=32)
+    rig.add(20)
+    rig.add(20)
+    assert rig.step()[0] == {1: 20}
+    assert rig.scheduler.waiting_for == "a step"
+    assert rig.step()[0] == {1: 1, 2: 20}
+
+
+def test_max_sequences_bounds_the_running():
+    rig = Rig(60, sequences=2)
+    for _ in range(3):
+        rig.add(2)
+    assert rig.step()[0] == {1: 2, 2: 2}
+    assert rig.scheduler.waiting_for == "a slot"
+
+
+def test_a_short_decode_preempts_the_youngest():
+    rig = Rig(5)
+    old, young = rig.add(7), rig.add(3)
+    for _ in range(6):
+        rig.step()  # old holds 3 blocks, young 2
+    assert rig.scheduler.running == [old, young]
+    rig.step()  # old needs a fourth
+    assert rig.scheduler.running == [old]
+    assert list(rig.scheduler.waiting) == [young]
+    assert (rig.scheduler.totals.preemptions, young.computed, young.table.blocks) == (1, 0, [])
+
+
+def test_the_youngest_preempts_itself_when_it_is_the_short_one():
+    rig = Rig(5)
+    old, young = rig.add(5), rig.add(3)
+    for _ in range(6):
+        rig.step()  # old holds 3 blocks, young 2
+    assert rig.scheduler.running == [old, young]
+    assert rig.step()[0] == {old.number: 1}  # young needs a third
+    assert list(rig.scheduler.waiting) == [young]
+
+
+def test_a_preempted_sequence_waits_ahead_of_newcomers_and_comes_back_with_its_tokens():
+    rig = Rig(5)
+    old, young = rig.add(7, max_tokens=9), rig.add(3)
+    for _ in range(7):
+        rig.step()
+    newcomer = rig.add(1)
+    assert list(rig.scheduler.waiting) == [young, newcomer]
+    assert young.num_generated == 6
+    while old in rig.scheduler.running:
+        rig.step()
+    assert rig.step()[0] == {young.number: 9}
+    assert young.num_generated == 7
+
+
+def test_a_waiting_request_never_preempts_and_is_not_overtaken():
+    rig = Rig(6)
+    running = rig.add(8)
+    rig.step()
+    big, small = rig.add(16), rig.add(1)
+    rig.step()
+    assert rig.scheduler.running == [running]
+    assert list(rig.scheduler.waiting) == [big, small]
+    assert rig.scheduler.waiting_for == "memory"
+
+
+def test_admission_counts_what_running_prefills_were_promised():
+    rig = Rig(8, chunk=4)
+    rig.add(20)  # 5 blocks and one more, taken chunk by chunk
+    rig.step()
+    second = rig.add(8)  # 2 and one more: 8 in all, but the first has taken only one so far
+    rig.step()
+    assert second in rig.scheduler.waiting
+
+
+def test_rollback_puts_everything_back():
+    rig = Rig(20)
+    old = rig.add(6)
+    rig.step()
+    new = rig.add(9)
+    before = (list(old.table.blocks), old.computed)
+    for _ in range(3):
+        rig.step()
+    plan = rig.plan()
+    blocks = len(old.table.blocks), old.computed
+    rig.scheduler.rollback(plan, rig.done(plan, mapped=False))
+    rig.cache.check()
+    assert old.computed == blocks[1]
+    assert before[1] < old.computed
+    assert new in rig.scheduler.running
+
+
+def test_rollback_of_an_admission_returns_it_to_the_head_of_the_queue():
+    rig = Rig(20)
+    first, second = rig.add(6), rig.add(5)
+    plan = rig.plan()
+    rig.scheduler.rollback(plan, rig.done(plan, mapped=False))
+    rig.cache.check()
+    assert list(rig.scheduler.waiting) == [first, second]
+    assert (first.computed, first.table.blocks) == (0, [])
+
+
+def test_while_growth_is_closed_rows_that_need_no_page_run_and_nobody_is_preempted():
+    rig = Rig(20)
+    needs, content = rig.add(8), rig.add(5)
+    rig.step()
+    rig.cache.close_growth(rig.now + 10)
+    assert rig.step()[0] == {content.number: 1}
+    assert needs in rig.scheduler.running
+    assert rig.scheduler.totals.preemptions == 0
+
+
+def test_when_nothing_can_run_the_youngest_gives_way():
+    rig = Rig(20)
+    old, young = rig.add(8), rig.add(8)
+    rig.step()
+    rig.cache.close_growth(rig.now + 10)
+    assert rig.step()[0] == {old.number: 1}
+    assert list(rig.scheduler.waiting) == [young]
+
+
+def test_a_repeated_prompt_computes_only_the_rest():
+    rig = Rig(40, prefix=True)
+    rig.add(14, max_tokens=1)
+    rig.step()
+    again = rig.add(14)
+    assert rig.step()[0] == {again.number: 2}
+    assert again.cached_tokens == 12
+
+
+def test_a_shared_prefix_is_matched_in_the_same_step_when_asked_for():
+    rig = Rig(40, prefix=True, share_in_batch=True)
+    rig.add(14)
+    rig.add(14)
+    assert rig.step()[0] == {1: 14, 2: 2}
+
+
+def test_a_lowered_limit_preempts_down_to_it():
+    rig = Rig(20)
+    old, young = rig.add(8), rig.add(8)
+    rig.step()
+    rig.cache.set_limit(3 * PAGE)
+    rig.step()
+    assert rig.scheduler.running == [old]
+    assert list(rig.scheduler.waiting) == [young]
+
+
+def test_removing_a_sequence_gives_its_blocks_back_at_once():
+    rig = Rig(20)
+    gone, waits = rig.add(8), rig.add(8)
+    rig.step()
+    rig.scheduler.remove(gone)
+    rig.scheduler.remove(waits)
+    plan = rig.plan()
+    assert (len(plan.delta.unmap), plan.rows) == (4, ())
+
+
+@pytest.mark.parametrize("min_tokens", [0, 3])
+def test_stop_tokens_end_a_sequence_once_it_is_long_enough(min_tokens: int):
+    rig = Rig(20)
+    rig.add(2, stop_token_ids=(9,), min_tokens=min_tokens)
+    steps = 0
+    while rig.scheduler.running or rig.scheduler.waiting:
+        _, outputs = rig.step()
+        steps += 1
+    assert (steps, outputs[-1].finish) == (min_tokens + 1, "stop")
