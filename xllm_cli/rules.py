@@ -237,9 +237,9 @@ def broken_rules(case: Case) -> list[Rule]:
 
 def smallest_fix(rule: Rule, case: Case) -> Change:
     """The first of the rule's fixes that breaks no rule that held before, else the first that mends this one."""
-    others = set(broken_rules(case)) - {rule}
+    before = set(broken_rules(case))
     mending = [fix for fix in rule.fixes(case) if not rule.broken(case.changed(fix))]
-    return next((fix for fix in mending if set(broken_rules(case.changed(fix))) <= others), mending[0])
+    return next((fix for fix in mending if set(broken_rules(case.changed(fix))) <= before), mending[0])
 
 
 def problems(case: Case) -> list[str]:
