@@ -57,7 +57,7 @@ class Meta(TypedDict, total=False):
 def flag(default: Any, help: str, **meta: Unpack[Meta]) -> Any:
     """One field of a section."""
     extra: Any = {key: list(value) if isinstance(value, tuple) else value for key, value in meta.items()}
-    bounds = {"ge": meta.get("low"), "le": meta.get("high"), "multiple_of": meta.get("multiple")}
+    bounds: Any = {"ge": meta.get("low"), "le": meta.get("high"), "multiple_of": meta.get("multiple")}
     return Field(default, description=help, json_schema_extra=extra, **bounds)
 
 
