@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +69,9 @@ NEVER_LOAD_TORCH = [
     "server.app",
     "cache.manager",
 ]
+# import name → distribution, where they differ
+DISTRIBUTIONS = {"zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+LOADED_BY_UVICORN = {"httptools"}
 
 
 def imported_names(source: str, module: str) -> Iterator[str]:
@@ -157,3 +162,12 @@ def test_importing_does_not_load_torch(name: str) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_every_dependency_is_declared_and_used() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[<>=\[]", line)[0] for line in project["dependencies"]}
+    tops = {name.split(".")[0] for module, source in modules().items() for name in imported_names(source, module)}
+    foreign = tops - sys.stdlib_module_names - {"xllm_cli"}
+    imported = {DISTRIBUTIONS.get(name, name) for name in foreign} | LOADED_BY_UVICORN
+    assert imported == declared
