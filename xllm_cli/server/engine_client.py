@@ -105,10 +105,12 @@ class EngineClient:
     def submit(self, requests: Iterable[Request]) -> asyncio.Queue[Output]:
         """Send requests; their outputs arrive in one queue. The last output of each has `finish` or `error`."""
         queue: asyncio.Queue[Output] = asyncio.Queue()
+        if not self._queues:
+            self._heard = time.monotonic()  # it owed nothing until now
         for request in requests:
-            self._queues[request.request_id] = queue
             if not self._send(request):
                 raise RequestError("the engine is gone", status=503, code="engine_dead")
+            self._queues[request.request_id] = queue
         return queue
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -138,8 +140,6 @@ class EngineClient:
         self._context.term()
 
     def _send(self, message: ToEngine) -> bool:
-        if not self._queues:
-            self._heard = time.monotonic()
         try:
             self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # without a high-water mark this means: nobody is connected

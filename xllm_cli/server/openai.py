@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -19,7 +19,7 @@ from xllm_cli.server.failures import error_body, json_response
 from xllm_cli.server.generation import Generation
 from xllm_cli.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, body_schema, parse
 from xllm_cli.server.replies import ChatReply, CompletionReply, Reply, usage_object
-from xllm_cli.server.sse import DONE, EventStream, event, while_connected
+from xllm_cli.server.sse import DONE, ClientGone, EventStream, event, while_connected
 from xllm_cli.server.state import ServerState, Slot
 from xllm_cli.server.tokenizer import Tokenizer
 
@@ -35,11 +35,15 @@ def routes(state: ServerState) -> APIRouter:
     """The router over this state."""
     router = APIRouter()
 
+    def enough() -> int:
+        return state.serving()[1].max_model_len
+
     @router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: HttpRequest) -> Response:
         def encode(asked: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
             special = asked.add_special_tokens is not False
-            return [tokenizer.encode(p, special) if isinstance(p, str) else p for p in asked.prompts()]
+            prompts = asked.prompts()
+            return [tokenizer.encode(p, special, enough=enough()) if isinstance(p, str) else p for p in prompts]
 
         return await _generate(state, request, CompletionRequest, CompletionReply, encode)
 
@@ -48,7 +52,7 @@ def routes(state: ServerState) -> APIRouter:
         def encode(asked: ChatRequest, tokenizer: Tokenizer) -> list[list[int]]:
             messages = [message.for_template() for message in asked.messages]
             text = tokenizer.chat(messages, asked.add_generation_prompt is not False, asked.chat_template_kwargs)
-            return [tokenizer.encode(text, bool(asked.add_special_tokens))]
+            return [tokenizer.encode(text, bool(asked.add_special_tokens), enough=enough())]
 
         return await _generate(state, request, ChatRequest, ChatReply, encode)
 
@@ -77,10 +81,10 @@ async def _generate(
         requests = _requests(asked, prompts, reply.reply_id, ready, tokenizer)
         generation = Generation(state.client, tokenizer, requests, _text_options(asked, requests[0].sampling))
         answer = await _answer(http, asked, generation, reply, slot)
-    for name in asked.ignored_fields:
-        logger.info("%s: a request field this server does not know was ignored", reply.reply_id)
-        if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
-            answer.headers.append("x-xllm-ignored-field", name)
+    if asked.ignored_fields:
+        names = ", ".join(asked.ignored_fields)
+        logger.info("%s: ignored unknown fields: %s", reply.reply_id, names)
+        answer.headers["x-xllm-ignored-fields"] = names
     return answer
 
 
@@ -95,7 +99,7 @@ async def _answer(
         if asked.stream:
             events = _events(asked, generation, reply)
             first = await while_connected(http.receive, anext(events))
-            return EventStream(_chain(first, events), close)
+            return EventStream(first, events, close)
         choices = await while_connected(http.receive, generation.whole())
     except BaseException:
         close()
@@ -104,7 +108,7 @@ async def _answer(
     return json_response(reply.whole(choices, generation.usage()))
 
 
-async def _events(asked: GenerationRequest, generation: Generation, reply: Reply) -> AsyncIterator[bytes]:
+async def _events(asked: GenerationRequest, generation: Generation, reply: Reply) -> AsyncGenerator[bytes]:
     """The events of a stream. An error before the first event is raised, a later one is an event; [DONE] is last."""
 
     def chunk(part: dict[str, Any] | None) -> bytes:
@@ -135,12 +139,6 @@ async def _events(asked: GenerationRequest, generation: Generation, reply: Reply
     yield DONE
 
 
-async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for chunk in rest:
-        yield chunk
-
-
 def _requests(
     asked: GenerationRequest, prompts: list[list[int]], reply_id: str, ready: Ready, tokenizer: Tokenizer
 ) -> list[Request]:
@@ -149,12 +147,12 @@ def _requests(
     if len(prompts) * num_choices > MAX_SEQUENCES:
         raise RequestError(f"prompts times n is limited to {MAX_SEQUENCES}", code="invalid_value", param="n")
     requests: list[Request] = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         _check_prompt(prompt, asked, ready)
         sampling = _sampling(asked, len(prompt), ready, tokenizer)
         requests.extend(
             Request(
-                request_id=f"{reply_id}-{len(requests) + choice}",
+                request_id=f"{reply_id}-{number * num_choices + choice}",
                 prompt_ids=prompt,
                 sampling=sampling,
                 choice=choice,
@@ -172,7 +170,7 @@ def _check_prompt(prompt: list[int], asked: GenerationRequest, ready: Ready) -> 
     wanted = asked.token_limit or 1
     if len(prompt) + wanted > ready.max_model_len:
         raise RequestError(
-            f"the model's context is {ready.max_model_len} tokens; the request needs {len(prompt) + wanted}: "
+            f"the model's context is {ready.max_model_len} tokens; the request needs at least {len(prompt) + wanted}: "
             f"{len(prompt)} of the prompt and {wanted} to generate",
             code="context_length_exceeded",
             param=param,
@@ -224,10 +222,13 @@ async def read_body(http: HttpRequest, limit: int) -> bytes:
     if declared.isdecimal() and int(declared) > limit:
         raise too_large
     body = bytearray()
-    async for chunk in http.stream():
-        body += chunk
-        if len(body) > limit:
-            raise too_large
+    try:
+        async for chunk in http.stream():
+            body += chunk
+            if len(body) > limit:
+                raise too_large
+    except ClientDisconnect as error:
+        raise ClientGone from error
     return bytes(body)
 
 

@@ -6,6 +6,7 @@ because ignoring them would change the answer silently.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -16,6 +17,8 @@ from xllm_cli.errors import RequestError
 MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_IGNORED = 16  # names reported back
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -131,8 +134,9 @@ class GenerationRequest(BaseModel):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Names this server does not know."""
-        return sorted(name for name in self.model_extra or {} if name not in UNSUPPORTED and name not in HARMLESS)
+        """Names this server does not know; odd ones, which no client means as a field, as `?`."""
+        unknown = [name for name in self.model_extra or {} if name not in UNSUPPORTED and name not in HARMLESS]
+        return sorted({name if _FIELD_NAME.fullmatch(name) else "?" for name in unknown})[:MAX_IGNORED]
 
 
 class CompletionRequest(GenerationRequest):
@@ -171,7 +175,11 @@ class ChatMessage(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message with its text parts joined. RequestError when a part is not text."""
-        return {**(self.model_extra or {}), "role": self.role, "content": self._text()}
+        extra = self.model_extra or {}
+        text = self._text()
+        if text is None and not extra.get("tool_calls"):
+            text = ""  # templates print None as a word
+        return {**extra, "role": self.role, "content": text}
 
     def _text(self) -> str | None:
         if not isinstance(self.content, list):
