@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MAX_SOCKET_PATH = 107  # sun_path, less its final zero
-TERMINATE_SECONDS = 1.0
 
 
 def make_runtime_folder() -> Path:
@@ -70,24 +69,17 @@ class EngineProcess:
         return self._process.wait()
 
     def end(self, patience: float) -> None:
-        """Wait `patience` seconds for it to end by itself, then terminate, then kill. Returns when it is gone."""
-        if patience > 0 and self._gone(patience):
-            return
-        self._process.terminate()
-        if not self._gone(TERMINATE_SECONDS):
-            self.kill()
+        """Close the death pipe, wait `patience` seconds for it to end, then kill it. Returns when it is gone."""
+        os.close(self._death_pipe)
+        try:
+            self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
             self._process.wait()
 
     def kill(self) -> None:
         """End it at once."""
         self._process.kill()
-
-    def _gone(self, seconds: float) -> bool:
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
 
 def remove_folder(folder: Path) -> None:

@@ -25,7 +25,8 @@ from xllm_cli.server.signals import StopSignals
 
 logger = logging.getLogger(__name__)
 ENGINE_COMMAND = (sys.executable, "-m", "xllm_cli.engine.process")
-SHUTDOWN_SECONDS = 2.0  # for an engine that was asked to end; then it is told
+SHUTDOWN_SECONDS = 2.0  # for a serving engine to end by itself
+LOADING_SHUTDOWN_SECONDS = 0.5  # for one that may be deep in a read
 
 
 def run(config: Config, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
@@ -86,5 +87,5 @@ def _serve(
         return Service(config, listener, client, engine, started=started).run(stop)
     finally:
         client.shutdown()
-        engine.end(SHUTDOWN_SECONDS if client.ready else 0.0)
+        engine.end(SHUTDOWN_SECONDS if client.ready else LOADING_SHUTDOWN_SECONDS)
         client.close()
