@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Depends
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from xllm_cli import __version__
 from xllm_cli.errors import RequestError
 from xllm_cli.server import metrics
 from xllm_cli.server.failures import json_response
@@ -48,7 +48,7 @@ def _probe_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.get("/version")
     async def versions() -> Response:
-        return json_response({"version": version("xllm")})
+        return json_response({"version": __version__})
 
     @router.get("/vmm")
     async def memory() -> Response:

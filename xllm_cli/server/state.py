@@ -28,12 +28,12 @@ class ServedModel:
 
     @classmethod
     def of(cls, model_id: str, path: str) -> ServedModel:
-        """The path as typed, with or without a trailing slash, is an alias."""
-        return cls(model_id, frozenset({path, path.rstrip("/"), os.path.abspath(path)}))
+        """The path as typed is an alias, also without the slashes that URLs lose."""
+        return cls(model_id, frozenset({path, path.rstrip("/"), path.strip("/"), os.path.abspath(path)}))
 
     def check(self, name: str | None) -> None:
         """RequestError 404 for another model's name; none or an empty name means this model."""
-        if name and name != self.model_id and name not in self.aliases:
+        if name and name != self.model_id and name not in self.aliases and name.rstrip("/") not in self.aliases:
             raise RequestError(
                 f"no such model here; this server has {self.model_id}",
                 status=404,
