@@ -76,8 +76,8 @@ class ScriptedEngine:
 
     def serve(self) -> None:
         while True:
-            delay = min((job.due for job in self.running.values()), default=time.monotonic() + 1) - time.monotonic()
-            self.inbox.poll(max(0, delay * 1000))
+            delay = min((job.due - time.monotonic() for job in self.running.values()), default=1)
+            self.inbox.poll(1000 * min(1, max(0, delay)))
             if select.select([self.death_fd], [], [], 0)[0]:
                 sys.exit(0)
             while self.inbox.poll(0):
@@ -117,7 +117,7 @@ class ScriptedEngine:
         if job.done >= script.get("at", 1 << 30):
             return self.misbehave(job)
         if script.get("endless"):
-            tokens, finish = self.tokenizer.encode("x"), None
+            tokens, finish = self.tokenizer.encode("x") * script.get("per_step", 1), None
         else:
             tokens = job.tokens[job.done : job.done + script.get("per_step", 1)]
             finish = script.get("finish", "length") if job.done + len(tokens) >= len(job.tokens) else None
@@ -161,12 +161,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runtime_dir", type=Path, required=True)
     parser.add_argument("--death_fd", type=int, required=True)
-    parser.add_argument("--loading_seconds", type=float, default=0)
+    parser.add_argument("--load_until", type=Path, help="this file exists")
     parser.add_argument("--fatal", type=int, default=None)
     options = parser.parse_args()
     engine = ScriptedEngine(options.runtime_dir, options.death_fd)
     engine.send(Loading("weights", 0.25))
-    time.sleep(options.loading_seconds)
+    while options.load_until is not None and not options.load_until.exists():
+        time.sleep(0.01)
     if options.fatal is not None:
         engine.send(Fatal("the model needs 9 bytes and 8 are free", options.fatal))
         sys.exit(options.fatal)

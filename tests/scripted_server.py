@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -87,13 +88,13 @@ class Server:
             assert time.monotonic() < deadline, "requests are still running"
             time.sleep(0.02)
 
-    def engine_pid(self) -> int:
-        return int(self.wait_for(r"engine process (\d+)")[1])
-
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        """Kill the server if it runs; its engine must end by itself."""
+        children = psutil.Process(self.process.pid).children() if self.process.poll() is None else []
+        self.process.kill()
         self.process.wait(10)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive, "the engine outlived its server"
 
 
 @contextmanager
