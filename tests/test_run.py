@@ -1,0 +1,75 @@
+"""Starts that end before they serve: exit codes, the cause on the last line, nothing left behind."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from scripted_server import ROOT, write_model
+
+from xllm_cli.flags import Config
+from xllm_cli.server.launch import make_runtime_folder
+from xllm_cli.server.listen import listen
+from xllm_cli.server.run import run
+
+SCRIPTED = (sys.executable, str(ROOT / "tests" / "scripted_engine.py"))
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "runtime"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return folder
+
+
+def config(model: Path, port: int = 0) -> Config:
+    return Config.model_validate({"service": {"host": "127.0.0.1", "port": port}, "model": {"model": str(model)}})
+
+
+def test_a_taken_port_ends_with_3_before_the_engine_starts(
+    tmp_path: Path, runtime: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with listen("127.0.0.1", 0) as holder:
+        assert run(config(tmp_path, holder.getsockname()[1]), ("/no/such/program",)) == 3
+    assert "in use" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_an_engine_that_gives_up_decides_the_code(
+    tmp_path: Path, runtime: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(config(write_model(tmp_path / "m")), (*SCRIPTED, "--fatal", "4")) == 4
+    assert capfd.readouterr().err.splitlines()[-1] == "error: the model needs 9 bytes and 8 are free"
+    assert list(runtime.iterdir()) == []
+
+
+def test_an_engine_that_ends_without_a_word_is_reported(
+    tmp_path: Path, runtime: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ends = (sys.executable, "-c", "raise SystemExit(1)")
+    assert run(config(write_model(tmp_path / "m")), ends) == 1
+    assert "the engine ended with status 1" in capfd.readouterr().err.splitlines()[-1]
+    killed = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    assert run(config(tmp_path / "m"), killed) == 1
+    assert "ended by SIGKILL" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_a_missing_tokenizer_ends_with_1(tmp_path: Path, runtime: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    waits = (sys.executable, "-c", "import time; time.sleep(60)")
+    assert run(config(tmp_path), waits) == 1
+    assert "no tokenizer.json" in capfd.readouterr().err.splitlines()[-1]
+    assert list(runtime.iterdir()) == []
+
+
+def test_the_runtime_folder_is_private_and_elsewhere_if_the_parent_is_not(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    for mode, parent in ((0o700, runtime), (0o755, tmp_path)):
+        runtime.chmod(mode)
+        folder = make_runtime_folder()
+        assert (folder.parent, folder.stat().st_mode & 0o777) == (parent, 0o700)
+        folder.rmdir()
