@@ -45,15 +45,16 @@ template <class Weight, class Out>
 void multiply(const LinearArgs& a) {
   const float* x = rows_as_f32(a);
   const int64_t panels = (a.columns + kGroup - 1) / kGroup;
-  int64_t chunk = kChunkFloats / a.depth / kTileRows * kTileRows;
+  int64_t chunk = kChunkFloats / a.depth;
   chunk = chunk < kTileRows ? kTileRows : chunk;
   const int64_t chunks = (a.rows + chunk - 1) / chunk;
-#pragma omp parallel for collapse(2) schedule(static)
+  // Small pieces, handed out as threads get free: other processes share the cores.
+  const int64_t grain = chunks * panels / (8 * omp_get_max_threads()) + 1;
+#pragma omp parallel for collapse(2) schedule(dynamic, grain)
   for (int64_t c = 0; c < chunks; ++c)
     for (int64_t panel = 0; panel < panels; ++panel) {
-      const int64_t first = c * chunk;
-      const int64_t rows = a.rows - first < chunk ? a.rows - first : chunk;
-      panel_times_rows<Weight, Out>(a, x, panel, first, rows);
+      const int64_t first = c * a.rows / chunks;
+      panel_times_rows<Weight, Out>(a, x, panel, first, (c + 1) * a.rows / chunks - first);
     }
 }
 

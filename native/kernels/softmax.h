@@ -1,0 +1,256 @@
+// Attention of a few query rows over one split of a sequence's paged KV: tiles of keys transposed for the register tile,
+// and an online softmax.
+#pragma once
+
+#include "tile.h"
+
+namespace xllm::XLLM_LEVEL {
+
+constexpr int64_t kTile = 32;     // tokens whose keys and values are taken together
+constexpr int64_t kSplit = 128;   // tokens of one online softmax
+constexpr int64_t kMaxRows = 32;  // query rows of a unit
+constexpr int64_t kMaxHeadDim = 256;
+constexpr float kLowest = -3.0e38f;
+
+/// A block of query tokens and one kv head. Its rows are (token, head of the group): keys and values are read once for
+/// all of them. Token i sees the KV positions [0, visible + i).
+struct Unit {
+  int64_t request, kv_head, first, visible, rows;
+};
+
+/// An online softmax over some tokens, for each row of a unit.
+struct State {
+  float* maximum;  // [rows]
+  float* total;    // [rows]
+  float* values;   // [rows][head_dim]
+};
+
+XLLM_INLINE int64_t state_floats(const AttentionArgs& a, int64_t rows) { return rows * (a.head_dim + 2); }
+
+XLLM_INLINE State state_at(float* memory, int64_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
+
+/// What a thread needs beside the state.
+struct Workspace {
+  float* query;   // [kMaxRows][head_dim], scaled
+  float* keys;    // [head_dim][kTile], transposed
+  float* scores;  // [kMaxRows][kTile]
+};
+
+XLLM_INLINE int64_t workspace_floats(const AttentionArgs& a) {
+  return kMaxRows * a.head_dim + a.head_dim * kTile + kMaxRows * kTile;
+}
+
+XLLM_INLINE Workspace workspace_at(const AttentionArgs& a, float* memory) {
+  float* keys = memory + kMaxRows * a.head_dim;
+  return {memory, keys, keys + a.head_dim * kTile};
+}
+
+XLLM_INLINE int64_t group_size(const AttentionArgs& a) { return a.heads / a.kv_heads; }
+
+/// Row r sees the KV positions [0, limit).
+XLLM_INLINE int64_t limit_of(const AttentionArgs& a, const Unit& u, int64_t r) { return u.visible + r / group_size(a); }
+
+template <class T>
+void load_query(const AttentionArgs& a, const Unit& u, float* query) {
+  const int64_t group = group_size(a);
+  const Vec scale = splat(a.scale);
+  for (int64_t r = 0; r < u.rows; ++r) {
+    const T* q = static_cast<const T*>(a.q) + (u.first + r / group) * a.q_stride +
+                 (u.kv_head * group + r % group) * a.head_dim;
+    for (int64_t d = 0; d < a.head_dim; d += kLanes) store(query + r * a.head_dim + d, load(q + d) * scale);
+  }
+}
+
+/// Addresses of the tokens [start, start + count) of a sequence in k (or v); the rest of `rows` points to zeros.
+template <class T>
+void token_rows(const AttentionArgs& a, const Unit& u, const void* base, int64_t start, int64_t count, const T** rows) {
+  static const T zeros[kMaxHeadDim] = {};
+  const int32_t* table = a.block_tables + u.request * a.max_blocks;
+  int64_t block = start / a.block_size, offset = start % a.block_size, t = 0;
+  while (t < count) {
+    const T* head = static_cast<const T*>(base) + table[block] * a.block_stride + u.kv_head * a.block_size * a.head_dim;
+    for (; offset < a.block_size && t < count; ++offset, ++t) rows[t] = head + offset * a.head_dim;
+    ++block;
+    offset = 0;
+  }
+  for (; t < kTile; ++t) rows[t] = zeros;
+}
+
+typedef uint32_t Octet __attribute__((vector_size(32)));
+
+/// Eight by eight 32-bit elements, transposed.
+XLLM_INLINE void transpose(Octet* r) {
+  Octet s[8];
+  for (int i = 0; i < 8; i += 2) {
+    s[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    s[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      r[i + 2 * j] = __builtin_shufflevector(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      r[i + 2 * j + 1] = __builtin_shufflevector(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < 4; ++i) {
+    s[i] = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    s[i + 4] = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+  for (int i = 0; i < 8; ++i) r[i] = s[i];
+}
+
+XLLM_INLINE void store_dims(const float*, const Octet* r, float* keys) {
+  for (int i = 0; i < 8; ++i) std::memcpy(keys + i * kTile, &r[i], sizeof r[i]);
+}
+
+/// Each element is a pair of dimensions.
+XLLM_INLINE void store_dims(const Bf16*, const Octet* r, float* keys) {
+  for (int i = 0; i < 8; ++i) {
+    const Octet even = r[i] << 16, odd = r[i] & 0xffff0000u;
+    std::memcpy(keys + 2 * i * kTile, &even, sizeof even);
+    std::memcpy(keys + (2 * i + 1) * kTile, &odd, sizeof odd);
+  }
+}
+
+/// keys[d][t] = k of token t, eight tokens and 32 bytes of each at a time.
+template <class T>
+void transpose_keys(const T* const* rows, int64_t head_dim, float* keys) {
+  constexpr int64_t kDims = 32 / sizeof(T);
+  for (int64_t t = 0; t < kTile; t += 8)
+    for (int64_t d = 0; d < head_dim; d += kDims) {
+      Octet r[8];
+      for (int i = 0; i < 8; ++i) std::memcpy(&r[i], rows[t + i] + d, sizeof r[i]);
+      transpose(r);
+      store_dims(rows[0], r, keys + d * kTile + t);
+    }
+}
+
+inline void score_tile(const AttentionArgs& a, const Unit& u, const Workspace& w) {
+  for (int64_t column = 0; column < kTile; column += kGroup)
+    for_tiles(u.rows, [&](int64_t first, int rows) {
+      with_rows(rows, [&]<int R>(Rows<R> n) {
+        Group acc[R] = {};
+        const float* keys = w.keys + column;
+        accumulate(n, w.query + first * a.head_dim, a.head_dim, a.head_dim, [&](int64_t d) { return keys + d * kTile; },
+                   acc);
+        for (int r = 0; r < R; ++r) store_group(w.scores + (first + r) * kTile + column, acc[r]);
+      });
+    });
+}
+
+/// One row of the online softmax: scores of the first `valid` tokens become weights, the rest zeros.
+inline void softmax_row(const AttentionArgs& a, int64_t valid, float* scores, int64_t r, const State& s) {
+  IntVec index;
+  for (int i = 0; i < kLanes; ++i) index[i] = i;
+  const IntVec limit = IntVec{} + static_cast<int32_t>(valid);
+  Group best = splat_group(kLowest);
+  Vec score[kTile / kLanes];
+  for (int i = 0; i < kTile / kLanes; ++i) {
+    score[i] = index + i * kLanes < limit ? load(scores + i * kLanes) : splat(kLowest);
+    best.part[i % kParts] = larger(best.part[i % kParts], score[i]);
+  }
+  const float before = s.maximum[r], tile_best = largest(best);
+  const float maximum = tile_best > before ? tile_best : before;
+  Group total = {};
+  for (int i = 0; i < kTile / kLanes; ++i) {
+    const Vec weight = exponential(score[i] - splat(maximum));
+    const Vec kept = index + i * kLanes < limit ? weight : Vec{};
+    store(scores + i * kLanes, kept);
+    total.part[i % kParts] += kept;
+  }
+  if (maximum > before) {
+    const Vec shrink = exponential(splat(before) - splat(maximum));
+    s.maximum[r] = maximum;
+    s.total[r] *= shrink[0];
+    float* values = s.values + r * a.head_dim;
+    for (int64_t d = 0; d < a.head_dim; d += kLanes) store(values + d, load(values + d) * shrink);
+  }
+  s.total[r] += sum(total);
+}
+
+/// values[0 … rows) += weights · v of the tokens [from, to).
+template <class T>
+void add_values(const AttentionArgs& a, const T* const* v, const float* weights, float* values, int rows, int64_t from,
+                int64_t to) {
+  with_rows(rows, [&]<int R>(Rows<R> n) {
+    for (int64_t d = 0; d < a.head_dim; d += kGroup) {
+      Group acc[R];
+      for (int r = 0; r < R; ++r) acc[r] = load_group(values + r * a.head_dim + d);
+      accumulate(n, weights + from, kTile, to - from, [&](int64_t t) { return v[from + t] + d; }, acc);
+      for (int r = 0; r < R; ++r) store_group(values + r * a.head_dim + d, acc[r]);
+    }
+  });
+}
+
+/// Softmax and values of the tile at position `start`. A row takes the tokens it sees and no other.
+template <class T>
+void weigh_tile(const AttentionArgs& a, const Unit& u, const Workspace& w, const State& s, int64_t start,
+                const T* const* v) {
+  const auto valid = [&](int64_t r) {
+    const int64_t n = limit_of(a, u, r) - start;
+    return n < 0 ? int64_t{0} : n < kTile ? n : kTile;
+  };
+  for (int64_t r = 0; r < u.rows; ++r)
+    if (valid(r) > 0) softmax_row(a, valid(r), w.scores + r * kTile, r, s);
+  for_tiles(u.rows, [&](int64_t first, int rows) {
+    const float* weights = w.scores + first * kTile;
+    float* values = s.values + first * a.head_dim;
+    const int64_t common = valid(first);  // later rows see as much or more
+    if (common > 0) add_values(a, v, weights, values, rows, 0, common);
+    for (int r = 1; r < rows; ++r)
+      if (valid(first + r) > common)
+        add_values(a, v, weights + r * kTile, values + r * a.head_dim, 1, common, valid(first + r));
+  });
+}
+
+inline void clear(const AttentionArgs& a, const Unit& u, const State& s) {
+  for (int64_t r = 0; r < u.rows; ++r) {
+    s.maximum[r] = kLowest;
+    s.total[r] = 0.0f;
+  }
+  std::memset(s.values, 0, static_cast<size_t>(u.rows * a.head_dim) * sizeof(float));
+}
+
+/// s := the softmax of split `split` alone. w.query holds the unit's queries.
+template <class T>
+void attend_split(const AttentionArgs& a, const Unit& u, int64_t split, const Workspace& w, const State& s) {
+  clear(a, u, s);
+  const int64_t last = limit_of(a, u, u.rows - 1);
+  const int64_t end = (split + 1) * kSplit < last ? (split + 1) * kSplit : last;
+  for (int64_t start = split * kSplit; start < end; start += kTile) {
+    const int64_t count = end - start < kTile ? end - start : kTile;
+    const T* k[kTile];
+    const T* v[kTile];
+    token_rows(a, u, a.k, start, count, k);
+    token_rows(a, u, a.v, start, count, v);
+    transpose_keys(k, a.head_dim, w.keys);
+    score_tile(a, u, w);
+    weigh_tile(a, u, w, s, start, v);
+  }
+}
+
+/// whole := whole and the next split together.
+inline void merge(const AttentionArgs& a, const Unit& u, const State& whole, const State& part) {
+  for (int64_t r = 0; r < u.rows; ++r) {
+    if (part.total[r] == 0.0f) continue;
+    const float maximum = part.maximum[r] > whole.maximum[r] ? part.maximum[r] : whole.maximum[r];
+    const Vec old_scale = exponential(splat(whole.maximum[r]) - splat(maximum));
+    const Vec new_scale = exponential(splat(part.maximum[r]) - splat(maximum));
+    whole.maximum[r] = maximum;
+    whole.total[r] = whole.total[r] * old_scale[0] + part.total[r] * new_scale[0];
+    float* sums = whole.values + r * a.head_dim;
+    const float* more = part.values + r * a.head_dim;
+    for (int64_t d = 0; d < a.head_dim; d += kLanes)
+      store(sums + d, load(sums + d) * old_scale + load(more + d) * new_scale);
+  }
+}
+
+template <class T>
+void write_out(const AttentionArgs& a, const Unit& u, const State& s) {
+  const int64_t group = group_size(a);
+  for (int64_t r = 0; r < u.rows; ++r) {
+    T* out = static_cast<T*>(a.out) + ((u.first + r / group) * a.heads + u.kv_head * group + r % group) * a.head_dim;
+    const Vec total = splat(s.total[r]);
+    for (int64_t d = 0; d < a.head_dim; d += kLanes) store(out + d, load(s.values + r * a.head_dim + d) / total);
+  }
+}
+
+}  // namespace xllm::XLLM_LEVEL
