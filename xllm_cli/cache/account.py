@@ -23,6 +23,7 @@ class Account:
         self._usage = usage
         self._observations: tuple[Observation, ...] = ()
         self._headroom: Headroom | None = None
+        self._growth = 0
 
     @property
     def limits(self) -> Limits:
@@ -59,14 +60,17 @@ class Account:
 
     def headroom(self) -> Headroom:
         if self._headroom is None:
-            self._headroom = budget.headroom(self._observations, self._limits, self._usage)
+            room = self._headroom = budget.headroom(self._observations, self._limits, self._usage)
+            self._growth = min(room.bytes, -room.deficit) if room.deficit else room.bytes
         return self._headroom
 
+    @property
     def growth(self) -> int:
         """Bytes that KV may grow by; negative: it must shrink by as many. Below the floor of free memory this is the
         deficit, whatever handles are free: they go back to the device."""
-        room = self.headroom()
-        return min(room.bytes, -room.deficit) if room.deficit else room.bytes
+        if self._headroom is None:
+            self.headroom()
+        return self._growth
 
     def possible(self) -> int:
         """The most KV bytes one request could ever have, besides padding."""

@@ -35,7 +35,7 @@ class Allocator:
     @property
     def slack(self) -> int:
         residency = self.residency
-        room = self._account.growth() // residency.page_bytes
+        room = self._account.growth // residency.page_bytes
         return room - residency.missing_pages + residency.leaving_pages
 
     # --- taking -----------------------------------------------------------------------------------------------------
@@ -78,8 +78,10 @@ class Allocator:
         return taken
 
     def _cold(self, count: int, gone: Collection[Spare] = ()) -> Cold:
+        if not self.residency.reclaims:
+            return self.pool.cold(count, 0)
         pages = self.slack + sum(self.residency.tensors_of(spare) for spare in gone)
-        if self.residency.reclaims and (pages <= 0 or self.gate.is_closed(self._clock())):
+        if pages <= 0 or self.gate.is_closed(self._clock()):
             return NO_COLD
         return self.pool.cold(count, pages, gone)
 
@@ -103,7 +105,7 @@ class Allocator:
             return []
         wanted = residency.pages_of([*runs_of(sorted([*held, *ids])), *pool.padding_runs])
         stuck = residency.unwanted_bytes // residency.page_bytes - residency.spare_pages - residency.leaving_pages
-        room = self._account.growth() // residency.page_bytes
+        room = self._account.growth // residency.page_bytes
         return ids if wanted + stuck - residency.mapped_pages <= room else []
 
     def _take_packed(self, own: Sequence[int], count: int) -> list[int] | None:
@@ -171,6 +173,7 @@ class Allocator:
                 self.pool.settle()
                 if residency.leaving_pages >= target:
                     break
+        self.pay()
         return (residency.leaving_pages - start) * residency.page_bytes
 
     def _forget_group(self, group: int) -> None:

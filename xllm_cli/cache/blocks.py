@@ -70,9 +70,9 @@ class BlockPool:
         self._padding = padding
         if padding:
             self._activate(1)
-            self._set((0, 1), PADDING)
+            self._states[0] = PADDING
             self.references[0] = 1
-            residency.retain((0, 1))
+            residency.retain(0, 1)
             self.settle()
 
     @property
@@ -100,14 +100,18 @@ class BlockPool:
         """Hold `count` ready blocks, those on the fullest pages first. There must be as many."""
         taken: list[int] = []
         placement, states = self.placement, self._states
-        while len(taken) < count:
+        self.num_ready -= count
+        self.num_held += count
+        while count:
             group = placement.fullest()
-            wanted = min(count - len(taken), placement.ready[group])
+            wanted = min(count, placement.ready[group])
+            count -= wanted
+            placement.change(group, wanted, 0, -wanted)
             start, end = self._blocks_of(group)
             while wanted:
                 start = states.find(READY, start, end)
-                stop = self._end_of_run(start, min(end, start + wanted), _READY)
-                self.take_run((start, stop))
+                stop = self._end_of_run(start, min(end, start + wanted), _READY) if wanted > 1 else start + 1
+                self._hold(start, stop)
                 taken.extend(range(start, stop))
                 wanted -= stop - start
                 start = stop
@@ -132,18 +136,25 @@ class BlockPool:
         return Cold(runs, found)
 
     def take_run(self, run: Run) -> None:
-        """Hold the free blocks of a run; call settle() afterwards."""
+        """Hold the blocks of a run, all cold or all ready; call settle() afterwards."""
         start, stop = run
         self._activate(stop)
         was_ready = self._states[start] == READY
-        self._set(run, HELD)
-        self.references[start:stop] = [1] * (stop - start)
         self.num_held += stop - start
         if was_ready:
             self.num_ready -= stop - start
         for group, count in self._groups(run):
-            self.placement.change(group, held=count, ready=-count if was_ready else 0)
-        self._residency.retain(run)
+            self.placement.change(group, count, 0, -count if was_ready else 0)
+        self._hold(start, stop)
+
+    def _hold(self, start: int, stop: int) -> None:
+        if stop - start == 1:
+            self._states[start] = HELD
+            self.references[start] = 1
+        else:
+            self._states[start:stop] = _HELD * (stop - start)
+            self.references[start:stop] = [1] * (stop - start)
+        self._residency.retain(start, stop)
 
     def take(self, blocks: Sequence[int]) -> None:
         """Hold exactly these free blocks, ascending."""
@@ -173,7 +184,7 @@ class BlockPool:
         self.references[block] = 1
         self.num_cached -= 1
         self.num_held += 1
-        self.placement.change(self.placement.geometry.group(block), held=1, cached=-1)
+        self.placement.change(self.placement.geometry.group(block), 1, -1, 0)
 
     # --- giving back ------------------------------------------------------------------------------------------------
 
@@ -191,11 +202,12 @@ class BlockPool:
 
     def cache(self, blocks: Iterable[int]) -> None:
         """Blocks without references stay findable."""
+        group_of = self.placement.geometry.group
         for block in blocks:
             self._states[block] = CACHED
             self.num_held -= 1
             self.num_cached += 1
-            self.placement.change(self.placement.geometry.group(block), held=-1, cached=1)
+            self.placement.change(group_of(block), -1, 1, 0)
 
     def free(self, blocks: Iterable[int]) -> None:
         """Blocks without references, all held or all cached before, become free."""
@@ -209,10 +221,10 @@ class BlockPool:
             else:
                 self.num_cached -= stop - start
             for group, count in self._groups(run):
-                change = {"held" if was_held else "cached": -count}
-                self.placement.change(group, ready=count, **change)
-            self._residency.release(run)
-        self.settle()
+                self.placement.change(group, -count if was_held else 0, 0 if was_held else -count, count)
+            self._residency.release(start, stop)
+        if self._residency.changed:
+            self.settle()
 
     # --- ready or cold ----------------------------------------------------------------------------------------------
 
@@ -241,7 +253,7 @@ class BlockPool:
             change = self._states.count(READY, *self._blocks_of(group)) - self.placement.ready[group]
             if change:
                 self.num_ready += change
-                self.placement.change(group, ready=change)
+                self.placement.change(group, 0, 0, change)
 
     def ready_in(self, run: Run) -> bool:
         """Whether any block of a run is ready."""
@@ -272,9 +284,6 @@ class BlockPool:
             self._states.extend(_COLD * (stop - start))
             self.references.extend([0] * (stop - start))
             self.placement.reach(self.placement.geometry.group(stop - 1))
-
-    def _set(self, run: Run, state: int) -> None:
-        self._states[run[0] : run[1]] = bytes([state]) * (run[1] - run[0])
 
     def _blocks_of(self, group: int) -> Run:
         geometry = self.placement.geometry

@@ -62,6 +62,14 @@ class WidthPages:
         """The blocks that touch a page."""
         return page * self.page_bytes // self.width, -(-(page + 1) * self.page_bytes // self.width)
 
+    def touching(self, page: int, start: int, stop: int) -> int:
+        """How many of the blocks `[start, stop)`, of which one at least touches the page, do."""
+        if stop - start == 1:
+            return 1
+        first = page * self.page_bytes // self.width
+        end = -(-(page + 1) * self.page_bytes // self.width)
+        return (end if end < stop else stop) - (first if first > start else start)
+
     def overlap(self, page: int, block: int) -> int:
         """The bytes of a block that lie on a page."""
         start, stop = block * self.width, (block + 1) * self.width

@@ -37,18 +37,21 @@ class Placement:
             self.ready.extend([0] * short)
             self._filed.extend([-1] * short)
 
-    def change(self, group: int, *, held: int = 0, cached: int = 0, ready: int = 0) -> None:
+    def change(self, group: int, held: int, cached: int, ready: int) -> None:
         """Add to a group's totals."""
-        used = self.used[group] = self.used[group] + held + cached
-        self.ready[group] += ready
         if held:
             self.held[group] += held
+        used = self.used[group]
         if held or cached:
-            if used and not self.held[group]:
-                self.idle.setdefault(group)
-            else:
+            used += held + cached
+            self.used[group] = used
+            if self.held[group] or not used:
                 self.idle.pop(group, None)
-        use = used if self.ready[group] else -1
+            else:
+                self.idle.setdefault(group)
+        left = self.ready[group] + ready
+        self.ready[group] = left
+        use = used if left else -1
         before = self._filed[group]
         if use != before:
             self._refile(group, before, use)
@@ -61,8 +64,9 @@ class Placement:
             if not groups:
                 self._uses &= ~(1 << before)
         if use >= 0:
-            groups = self._by_use.setdefault(use, OrderedDict())
-            groups[group] = None
+            if use not in self._by_use:
+                self._by_use[use] = OrderedDict()
+            self._by_use[use][group] = None
             self._uses |= 1 << use
 
     def fullest(self) -> int:

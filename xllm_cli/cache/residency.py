@@ -75,29 +75,46 @@ class Residency:
 
     # --- blocks come and go -----------------------------------------------------------------------------------------
 
-    def retain(self, run: Run) -> None:
-        """The blocks of a run become live."""
-        self._count(run, +1)
-
-    def release(self, run: Run) -> None:
-        """The blocks of a run are live no more."""
-        self._count(run, -1)
-
-    def _count(self, run: Run, sign: int) -> None:
-        start, stop = run
+    def retain(self, start: int, stop: int) -> None:
+        """The blocks `[start, stop)` become live."""
         for pages in self.widths:
             width, page_bytes = pages.width, pages.page_bytes
             last = (stop * width - 1) // page_bytes
-            pages.reach(last)
+            if last >= len(pages.live):
+                pages.reach(last)
             live = pages.live
             for page in range(start * width // page_bytes, last + 1):
-                first = page * page_bytes // width
-                end = -(-(page + 1) * page_bytes // width)
                 before = live[page]
-                touching = (end if end < stop else stop) - (first if first > start else start)
-                after = live[page] = before + sign * touching
-                if not before or not after:
-                    self._file(pages, page, was_present=before > 0 or page in pages.spares)
+                live[page] = before + pages.touching(page, start, stop)
+                if not before:
+                    self._want(pages, page)
+
+    def release(self, start: int, stop: int) -> None:
+        """The blocks `[start, stop)` are live no more."""
+        for pages in self.widths:
+            live = pages.live
+            for page in range(
+                start * pages.width // pages.page_bytes, (stop * pages.width - 1) // pages.page_bytes + 1
+            ):
+                after = live[page] = live[page] - pages.touching(page, start, stop)
+                if not after:
+                    self._unwant(pages, page)
+
+    def _want(self, pages: WidthPages, page: int) -> None:
+        """The first block lives on a page. The usual case, a spare, is cut short: it stays present."""
+        if page in pages.spares:
+            del pages.spares[page]
+            self.spare_pages -= len(pages.tensors)
+        else:
+            self._file(pages, page, was_present=False)
+
+    def _unwant(self, pages: WidthPages, page: int) -> None:
+        """The last block left a page. The usual case, a page to spare, is cut short: it stays present."""
+        if pages.num_mapped[page] == len(pages.tensors) and page not in pages.stuck:
+            pages.spares[page] = self._now
+            self.spare_pages += len(pages.tensors)
+        else:
+            self._file(pages, page, was_present=True)
 
     def _file(self, pages: WidthPages, page: int, *, was_present: bool, keep: bool = True) -> None:
         """Put a page on the one list that fits its counts, and note a change of presence."""
@@ -310,7 +327,10 @@ class AlwaysResident(Residency):
     def geometry(self) -> Geometry:
         return Geometry(1, RESIDENT_GROUP)
 
-    def _count(self, run: Run, sign: int) -> None:
+    def retain(self, start: int, stop: int) -> None:
+        pass
+
+    def release(self, start: int, stop: int) -> None:
         pass
 
     def present_runs(self, run: Run) -> list[Run]:
