@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +15,15 @@ from xllm_cli.server.listen import listen
 from xllm_cli.server.run import run
 
 SCRIPTED = (sys.executable, str(ROOT / "tests" / "scripted_engine.py"))
+
+
+def test_the_api_process_imports_neither_torch_nor_the_engine() -> None:
+    program = (
+        "import sys, xllm_cli.server.run, xllm_cli.server.service;"
+        "print([n for n in sys.modules if n == 'torch' or n.startswith(('xllm_cli.engine', 'xllm_cli.worker'))])"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.stdout.strip() == "[]", answer.stderr
 
 
 @pytest.fixture

@@ -306,6 +306,16 @@ def test_a_client_that_goes_is_forgotten_by_the_engine(server: Server, fields: d
     server.wait_idle(seconds=1)
 
 
+def test_a_body_that_never_arrives_takes_no_place(server: Server, http: httpx.Client) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    slow = [socket.create_connection((host, int(port)), timeout=10) for _ in range(MAX_CONCURRENT)]
+    for connection in slow:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert ask(http, "x").status_code == 200
+    for connection in slow:
+        connection.close()
+
+
 def test_too_many_requests_are_told_to_come_back(http: httpx.Client, server: Server) -> None:
     held = [open_stream(server, script(endless=True, delay=0.05), stream=True) for _ in range(MAX_CONCURRENT)]
     wait_until(lambda: server.gauge("xllm:open_http_requests") == MAX_CONCURRENT)

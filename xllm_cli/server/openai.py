@@ -28,6 +28,7 @@ Result = TypeVar("Result")
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default, clipped to what is left of the context
 MAX_SEQUENCES = 256
+BODY_SECONDS = 60.0
 THREAD_BYTES = 4096  # larger bodies are tokenized off the event loop
 
 
@@ -69,10 +70,11 @@ async def _generate(
     reply_kind: type[Reply],
     encode: Callable[[Asked, Tokenizer], list[list[int]]],
 ) -> Response:
-    """Admit, read, parse, tokenize, submit, answer; whatever fails before the first token has a real status."""
-    slot = state.admit()
+    """Read, admit, parse, tokenize, submit, answer; whatever fails before the first token has a real status."""
+    state.check_admission()  # before a body is read for nothing
+    body = await read_body(http, limit=state.max_body_bytes)
+    slot = state.admit()  # after it, or slow senders would take the places
     with slot.released_on_error():
-        body = await read_body(http, state.max_body_bytes)
         asked = await _maybe_in_thread(len(body), lambda: parse(kind, body))
         state.model.check(asked.model)
         tokenizer, ready = state.serving()
@@ -215,18 +217,22 @@ def _text_options(asked: GenerationRequest, sampling: SamplingParams) -> TextOpt
     )
 
 
-async def read_body(http: HttpRequest, limit: int) -> bytes:
-    """The request's body. RequestError 413 as soon as it is known to be larger than `limit` bytes."""
+async def read_body(http: HttpRequest, *, limit: int, seconds: float = BODY_SECONDS) -> bytes:
+    """The request's body. RequestError 413 as soon as it is known to exceed `limit` bytes, 408 when it is too slow."""
     too_large = RequestError(f"the body is limited to {limit} bytes", status=413, code="body_too_large")
     declared = http.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise too_large
     body = bytearray()
     try:
-        async for chunk in http.stream():
-            body += chunk
-            if len(body) > limit:
-                raise too_large
+        async with asyncio.timeout(seconds):
+            async for chunk in http.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError as error:
+        text = f"the body did not arrive within {seconds:g} seconds"
+        raise RequestError(text, status=408, code="request_timeout") from error
     except ClientDisconnect as error:
         raise ClientGone from error
     return bytes(body)

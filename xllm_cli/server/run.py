@@ -25,7 +25,7 @@ from xllm_cli.server.signals import StopSignals
 
 logger = logging.getLogger(__name__)
 ENGINE_COMMAND = (sys.executable, "-m", "xllm_cli.engine.process")
-SHUTDOWN_SECONDS = 2.0  # for a serving engine to end by itself
+SHUTDOWN_SECONDS = 3.0  # for a serving engine to end by itself
 LOADING_SHUTDOWN_SECONDS = 0.5  # for one that may be deep in a read
 
 

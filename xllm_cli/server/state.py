@@ -72,7 +72,12 @@ class ServerState:
         return self.tokenizer, self.client.ready
 
     def admit(self) -> Slot:
-        """A place for one HTTP request. RequestError 503 when not ready, 429 when all places are taken."""
+        """A place for one HTTP request, as `check_admission`."""
+        self.check_admission()
+        return Slot(self)
+
+    def check_admission(self) -> None:
+        """RequestError 503 when not ready, 429 when all places are taken."""
         self.serving()
         if 0 < self.max_concurrent_requests <= self.open_requests:  # 0 is no limit
             raise RequestError(
@@ -81,7 +86,6 @@ class ServerState:
                 code="too_many_requests",
                 retry_after=1,
             )
-        return Slot(self)
 
     def _refusal(self) -> RequestError:
         match self.phase:
