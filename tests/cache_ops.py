@@ -8,8 +8,9 @@ such caller; real pages may take its place.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from xllm_cli.cache.blocks import BlockTable
 from xllm_cli.cache.budget import Limits
@@ -63,13 +64,19 @@ class FakeRanks:
         return Observation(total=self.total, free=self.total - owned - self.taken_by_others, owned=owned)
 
 
-def make_cache(spec: CacheSpec, *, pages: int = 64, page_bytes: int = 64, **more: object) -> CacheManager:
-    """An elastic cache without a host floor whose arena is `pages` pages; `more` overrides arguments and limits."""
-    limits = {"arena_bytes": pages * page_bytes, "host": False}
-    limits.update({name: more.pop(name) for name in tuple(more) if name in Limits.__dataclass_fields__})
-    options = {name: more.pop(name) for name in tuple(more) if name in CacheOptions.__dataclass_fields__}
-    arguments = {"page_bytes": page_bytes, "prefix_seed": 1024, "options": CacheOptions(**options), **more}
-    return CacheManager(spec, limits=Limits(**limits), **arguments)
+def make_cache(
+    spec: CacheSpec,
+    *,
+    pages: int = 64,
+    page_bytes: int | None = 64,
+    limits: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> CacheManager:
+    """An elastic cache without a host floor whose arena is `pages` pages of 64 or `page_bytes` bytes."""
+    caps = Limits(**{"arena_bytes": pages * (page_bytes or 64), "host": False, **(limits or {})})
+    arguments = {"prefix_seed": 1024, **arguments}
+    return CacheManager(spec, limits=caps, page_bytes=page_bytes, options=CacheOptions(**(options or {})), **arguments)
 
 
 def run_delta(cache: CacheManager, ranks: FakeRanks, now: float = 0.0) -> PageDelta:
@@ -103,7 +110,9 @@ class CacheOps:
         self._apply, self._observe = apply, observe
         self._holds: list[int] = []
         self._memory: dict[int, tuple[object, ...]] = {}
+        self._mapped: set[PageRef] = set()
         self._generation = 0
+        self._settled = True
         cache.observe(observe())
         self._choices = {
             self.plan: 40,
@@ -171,11 +180,16 @@ class CacheOps:
 
     def _maintain(self, rows: list[Session], before: dict[Session, tuple[int, int]]) -> None:
         cache = self.cache
+        steady = self._settled and self._observe() == cache.observations[0]
+        free = cache.observations[0].free - cache.keep_free()
         delta = cache.plan_delta(self.clock.now)
         mapped, stuck = self._apply(delta)
-        self._poison(delta)
+        self._remember(delta, mapped, stuck)
         if mapped:
             cache.acknowledge(delta, stuck)
+            assert cache.page_bytes == 1 or cache.bands()["mapped"] == len(self._mapped) * cache.page_bytes
+            if steady and not stuck and not cache.over_limit_bytes():
+                self._check_caps((len(delta.map) - len(delta.unmap)) * cache.page_bytes, free)
             for session in rows:
                 self._write(session, before[session][1])
                 cache.publish(session.table, session.tokens, session.computed)
@@ -186,7 +200,8 @@ class CacheOps:
                 cache.shrink(session.table, blocks)
             cache.refuse(delta, stuck)
         cache.observe(self._observe())
-        assert cache.next_deadline(self.clock.now) is None or cache.next_deadline(self.clock.now) >= 0
+        self._settled = mapped
+        self.clock.now += 0.004
 
     def finish(self) -> None:
         """A sequence ends and is released, twice at times."""
@@ -254,23 +269,37 @@ class CacheOps:
         return (session.table.salt, *session.tokens[:end])
 
     def _write(self, session: Session, start: int) -> None:
-        """The step wrote KV from `start` to `computed`: remember it of every block then full, on mapped pages only."""
+        """The step wrote KV from `start` to `computed`, all of it on mapped pages: remember what full blocks hold."""
         size = self.cache.block_size
+        for block in session.table.blocks:
+            assert self._mapped.issuperset(self._pages_of(block)), f"a row uses block {block}, which is not all mapped"
         for block in range(start // size, session.computed // size):
             self._memory[session.table.blocks[block]] = (self._generation, *self._content(session, block))
 
-    def _poison(self, delta: PageDelta) -> None:
-        """What lay on a page that went is gone."""
+    def _pages_of(self, block: int) -> Iterator[PageRef]:
+        if self.cache.page_bytes > 1:
+            for tensor, spec in enumerate(self.cache.spec.tensors):
+                width, size = spec.bytes_per_block, self.cache.page_bytes
+                for page in range(block * width // size, ((block + 1) * width - 1) // size + 1):
+                    yield PageRef(tensor, page)
+
+    def _remember(self, delta: PageDelta, mapped: bool, stuck: Sequence[PageRef]) -> None:
+        """Mirror what the ranks did; what lay on a page that went is gone."""
+        self._mapped -= set(delta.unmap) - set(stuck)
+        if mapped:
+            self._mapped |= set(delta.map)
+        size = self.cache.page_bytes
         for tensor, page in delta.unmap:
             width = self.cache.spec.tensors[tensor].bytes_per_block
-            size = self.page_bytes
             for block in range(page * size // width, -(-(page + 1) * size // width)):
                 self._memory.pop(block, None)
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page."""
-        return self.cache.page_bytes
+    def _check_caps(self, growth: int, free: int) -> None:
+        """A delta that grows stays below every cap and leaves free what must stay free."""
+        if growth > 0:
+            caps, mapped = self.cache.limits, self.cache.bands()["mapped"]
+            assert mapped <= min(caps.arena_bytes, caps.max_cache_size or mapped, caps.limit or mapped)
+            assert growth <= free, f"growth by {growth} with {free} to spare"
 
     def _check_memory(self, session: Session) -> None:
         """Every block that was hit holds the KV of exactly these tokens, computed since the last forget."""
