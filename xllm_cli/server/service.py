@@ -85,21 +85,23 @@ class Service:
         messages = asyncio.create_task(self._client.receive())
         ended = asyncio.create_task(self._engine.wait())
         loaded = asyncio.create_task(self._load())
-        tasks: set[asyncio.Task[object]] = {stopped, messages, ended, loaded}
+        tasks: set[asyncio.Task[object]] = {web, stopped, messages, ended, loaded}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if loaded.done():
                 loaded.result()
                 await asyncio.wait(tasks - {loaded}, return_when=asyncio.FIRST_COMPLETED)
+            if web.done():
+                web.result()  # it ends only by an error before it is asked to
             if stopped.done():
                 await self._drain(ended)
                 return 0
             raise await self._engine_gone(ended, messages)
         finally:
             server.should_exit = True
-            for task in tasks:
+            for task in tasks - {web}:
                 task.cancel()
-            await asyncio.wait({web, *tasks}, timeout=2 * CLOSE_SECONDS)
+            await asyncio.wait(tasks, timeout=2 * CLOSE_SECONDS)
 
     async def _load(self) -> None:
         """Until requests can be served; ModelError when the tokenizer cannot be read."""
