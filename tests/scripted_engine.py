@@ -65,6 +65,7 @@ class ScriptedEngine:
         self.tokenizer = Tokenizer.from_folder(config["model"]["model"])
         context = zmq.Context()
         self.inbox, self.outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self.outbox.linger = 500  # ms: last words reach a living server, a dead one keeps nobody
         self.inbox.connect(f"ipc://{folder}/to_engine")
         self.outbox.connect(f"ipc://{folder}/from_engine")
         self.death_fd = death_fd
@@ -78,11 +79,14 @@ class ScriptedEngine:
         while True:
             delay = min((job.due - time.monotonic() for job in self.running.values()), default=1)
             self.inbox.poll(1000 * min(1, max(0, delay)))
-            if select.select([self.death_fd], [], [], 0)[0]:
-                sys.exit(0)
+            self.live_or_exit()
             while self.inbox.poll(0):
                 self.take(msgspec.msgpack.decode(self.inbox.recv(), type=ToEngine))
             self.step()
+
+    def live_or_exit(self) -> None:
+        if select.select([self.death_fd], [], [], 0)[0]:
+            sys.exit(0)
 
     def take(self, message: ToEngine) -> None:
         match message:
@@ -167,6 +171,7 @@ def main() -> None:
     engine = ScriptedEngine(options.runtime_dir, options.death_fd)
     engine.send(Loading("weights", 0.25))
     while options.load_until is not None and not options.load_until.exists():
+        engine.live_or_exit()
         time.sleep(0.01)
     if options.fatal is not None:
         engine.send(Fatal("the model needs 9 bytes and 8 are free", options.fatal))
