@@ -75,6 +75,7 @@ class GenerationRequest(BaseModel):
 
     model: str | None = None
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -124,8 +125,8 @@ class GenerationRequest(BaseModel):
 
     @property
     def token_limit(self) -> int | None:
-        """The explicit limit on new tokens, None when the client gave none."""
-        return self.max_tokens
+        """The explicit limit on new tokens, None when the client gave none; the newer name wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -196,7 +197,6 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
@@ -207,10 +207,6 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_logprobs(self) -> int | None:
