@@ -1,14 +1,15 @@
-"""`xllm serve` over the scripted engine: a model folder, a server in a subprocess, and its main program."""
+"""`xllm serve` over the scripted engine: a model folder, a server in a subprocess, and clients of it."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 import tokenizers
+from stream_grammar import Stream, check_stream
 from tokenizers import decoders, models, pre_tokenizers
 
 ROOT = Path(__file__).parents[1]
@@ -105,6 +107,48 @@ def serving(folder: Path, model: Path, *engine: str, **service: Any) -> Iterator
         yield server
     finally:
         server.close()
+
+
+def script(**script: Any) -> str:
+    return json.dumps(script)
+
+
+def ask(http: httpx.Client, prompt: Any, *, chat: bool = False, **fields: Any) -> httpx.Response:
+    fields.setdefault("max_tokens", 100)
+    if chat:
+        messages = [{"role": "user", "content": prompt}]
+        return http.post("/v1/chat/completions", json={"messages": messages, **fields})
+    return http.post("/v1/completions", json={"prompt": prompt, **fields})
+
+
+def streamed(http: httpx.Client, prompt: Any, *, chat: bool = False, **fields: Any) -> Stream:
+    answer = ask(http, prompt, chat=chat, stream=True, **fields)
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    usage = bool((fields.get("stream_options") or {}).get("include_usage"))
+    return check_stream(answer.text, chat=chat, include_usage=usage)
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return error
+
+
+def open_stream(server: Server, prompt: str, **fields: Any) -> socket.socket:
+    """A raw connection with a request on it, so that the test can go away as rudely as it likes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": prompt, "max_tokens": 100, **fields}).encode()
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":
