@@ -134,14 +134,19 @@ def alone(prompts: list[list[int]]) -> list[Completion]:
     return run(prompts, together=False)[0]
 
 
-VIRTUAL = {"enable_vmm_kvcache": True, "vmm_elastic": True}
+VIRTUAL = {
+    "enable_vmm_kvcache": True,
+    "vmm_elastic": True,
+    "host_page_mode": "4k",
+    "phy_page_granularity_size": 65536,
+}
 
 
 @pytest.mark.parametrize(
     ("flags", "happened"),
     [
         ({}, lambda c: c.prefill_chunks == 12),
-        (VIRTUAL, lambda c: c.pages_mapped > 0),
+        (VIRTUAL, lambda c: c.pages_mapped > 3),
         ({**VIRTUAL, "max_tokens_per_chunk_for_prefill": 7}, lambda c: c.prefill_chunks > 20),
         ({**VIRTUAL, "max_tokens_per_batch": 13}, lambda c: c.prefill_chunks > 20),
         ({**VIRTUAL, "enable_prefix_cache": True}, lambda c: c.prefix_cache_hits > 100),

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from xllm_cli.config import make_config
-from xllm_cli.core import ErrorInfo, FinishReason, Output, Request, SamplingParams, Snapshot, StepEvents, TokenLogprob
+from xllm_cli.core import ErrorInfo, FinishReason, Output, Request, SamplingParams, Snapshot, TokenLogprob
 from xllm_cli.engine.engine import Engine
 from xllm_cli.engine.host import build_engine
 from xllm_cli.server.tokenizer import Tokenizer
@@ -53,7 +53,6 @@ class LLM:
         config = make_config(model=str(model), **flags)
         self._engine, self._ready = build_engine(config, lambda phase: None, driver)
         self._tokenizer = Tokenizer.from_folder(Path(model))
-        self._snapshot = self._ready.snapshot
         self._served = 0
 
     def generate(
@@ -80,14 +79,9 @@ class LLM:
 
     def _run(self, answers: dict[str, Completion]) -> None:
         while self._engine.has_work:
-            for output in self._step().outputs:
+            for output in self._engine.step().outputs:
                 answers[output.request_id].take(output)
             time.sleep(self._engine.seconds_until_due() or 0)
-
-    def _step(self) -> StepEvents:
-        events = self._engine.step()
-        self._snapshot = events.snapshot or self._snapshot
-        return events
 
     def _with_end_tokens(self, params: SamplingParams) -> SamplingParams:
         if params.ignore_eos:
@@ -101,17 +95,17 @@ class LLM:
 
     def idle(self) -> None:
         """One step without requests: gives back what is due (spares, pages nobody wants)."""
-        self._step()
+        self._engine.step()
 
     def memory(self) -> dict[str, Any]:
-        """What GET /vmm answers, as of the last step."""
-        report: dict[str, Any] = msgspec.to_builtins(self._snapshot.memory)
+        """What GET /vmm answers, as of now."""
+        report: dict[str, Any] = msgspec.to_builtins(self.snapshot.memory)
         return report
 
     @property
     def snapshot(self) -> Snapshot:
-        """Memory and counters as of the last step."""
-        return self._snapshot
+        """Memory and counters as of now."""
+        return self._engine.snapshot()
 
     @property
     def engine(self) -> Engine:

@@ -39,7 +39,7 @@ log = logging.getLogger("xllm.engine")
 CPU_PREFILL_TOKENS = 512  # what a step prefills on cpu when no chunk is given (DESIGN.md §8)
 SPARE_BYTES = 64 << 20  # emptied pages kept mapped for a second at most, in all
 WARM_UP_TOKENS = 64
-WARM_UP_SECONDS = 5.0
+WARM_UP_SECONDS = 20.0
 WARM_UP_ID = "warm-up"
 
 Progress = Callable[[str], None]
@@ -260,6 +260,6 @@ def warm_up(engine: Engine, context: int) -> None:
     engine.submit(Request(request_id=WARM_UP_ID, prompt_ids=prompt, sampling=wanted))
     engine.drain(time.monotonic() + WARM_UP_SECONDS)
     if engine.has_work:
-        log.warning("no memory for a warm-up request within %g s; starting without", WARM_UP_SECONDS)
+        log.warning("the warm-up request did not end within %g s; starting without", WARM_UP_SECONDS)
         engine.abort(WARM_UP_ID)
     engine.start_counting()

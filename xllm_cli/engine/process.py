@@ -17,15 +17,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 from setproctitle import setproctitle
 
 from xllm_cli.core import Abort, Fatal, FromEngine, Loading, Request, Shutdown, StepEvents, ToEngine
-from xllm_cli.engine.engine import Engine
 from xllm_cli.errors import XllmError
 from xllm_cli.flags import Config
+
+if TYPE_CHECKING:
+    from xllm_cli.engine.engine import Engine
 
 log = logging.getLogger("xllm.engine")
 
