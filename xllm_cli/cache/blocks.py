@@ -130,7 +130,10 @@ class BlockPool:
             spent += cost
             free_until = min(opening.accept(block), block + count - found, self.num_blocks)
             stop = self._end_of_cold(block + 1, free_until)
-            runs.append((block, stop))
+            if runs and runs[-1][1] == block:
+                runs[-1] = (runs[-1][0], stop)
+            else:
+                runs.append((block, stop))
             found += stop - block
             block = self._next_cold(stop)
         return Cold(runs, found)
