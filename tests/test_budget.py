@@ -1,0 +1,202 @@
+"""The budget's arithmetic: every cap by itself, then all of them over every input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xllm_cli.cache.account import Account, GrowthGate
+from xllm_cli.cache.budget import Limits, Usage, floor_bytes, headroom, keep_free, possible
+from xllm_cli.core import Observation
+
+GIB = 1 << 30
+MIB = 1 << 20
+DEVICE = Observation(total=100 * GIB, free=60 * GIB)
+WIDE = Limits(arena_bytes=100 * GIB, host=False)
+
+sizes = st.integers(0, 1 << 44)
+observations = st.lists(
+    st.builds(Observation, total=sizes, free=sizes, execution_room=sizes, owned=sizes, free_handles=sizes), max_size=3
+)
+limits = st.builds(
+    Limits,
+    arena_bytes=sizes,
+    max_cache_size=sizes | st.just(0),
+    ratio=st.just(0.0) | st.floats(0.01, 1.0),
+    limit=st.none() | sizes,
+    reserve=sizes,
+    elastic=st.booleans(),
+    pool_bytes=sizes,
+    host=st.booleans(),
+)
+usages = st.builds(Usage, kv_mapped=sizes, weights_mapped=sizes, weights_on_device=sizes, state=sizes, created=sizes)
+
+
+@pytest.mark.parametrize(
+    ("change", "usage", "bytes_left", "limited_by"),
+    [
+        ({}, Usage(), 60 * GIB, "free_memory"),
+        ({"arena_bytes": 10 * GIB}, Usage(kv_mapped=2 * GIB, state=GIB), 7 * GIB, "arena"),
+        ({"arena_bytes": 10 * GIB}, Usage(weights_mapped=9 * GIB), GIB, "arena"),
+        ({"max_cache_size": 4 * GIB}, Usage(kv_mapped=GIB, weights_mapped=50 * GIB), 3 * GIB, "max_cache_size"),
+        ({"limit": GIB}, Usage(kv_mapped=3 * GIB), -2 * GIB, "limit"),
+        ({"limit": 0}, Usage(), 0, "limit"),
+        ({"reserve": 20 * GIB}, Usage(), 40 * GIB, "free_memory"),
+        ({"ratio": 0.5}, Usage(), 10 * GIB, "free_memory"),
+        ({}, Usage(created=GIB), 59 * GIB, "free_memory"),
+    ],
+)
+def test_each_cap(change: dict[str, object], usage: Usage, bytes_left: int, limited_by: str) -> None:
+    room = headroom([DEVICE], replace(WIDE, **change), usage)
+    assert (room.bytes, room.limited_by) == (bytes_left, limited_by)
+
+
+def test_the_ratio_caps_what_is_owned() -> None:
+    seen = replace_seen(DEVICE, free=100 * GIB, owned=49 * GIB)
+    room = headroom([seen], replace(WIDE, ratio=0.5), Usage())
+    assert (room.bytes, room.limited_by) == (1 * GIB, "max_memory_utilization")
+
+
+def test_a_fixed_pool_grows_into_its_free_handles_only() -> None:
+    seen = replace_seen(DEVICE, free_handles=3 * GIB)
+    room = headroom([seen], replace(WIDE, elastic=False, ratio=0.8), Usage())
+    assert (room.bytes, room.limited_by, room.deficit) == (3 * GIB, "pool", 0)
+
+
+def test_the_least_rank_decides() -> None:
+    ranks = [DEVICE, replace_seen(DEVICE, free=5 * GIB), DEVICE]
+    assert headroom(ranks, WIDE, Usage()).bytes == 5 * GIB
+
+
+def test_nothing_grows_before_an_observation() -> None:
+    assert headroom([], WIDE, Usage()).bytes == 0
+    assert headroom([], replace(WIDE, elastic=False), Usage()).limited_by == "pool"
+
+
+def test_below_the_floor_the_deficit_is_told() -> None:
+    seen = replace_seen(DEVICE, free=1 * GIB, execution_room=3 * GIB, free_handles=GIB)
+    room = headroom([seen], replace(WIDE, reserve=GIB), Usage())
+    assert (room.bytes, room.deficit) == (GIB, 3 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("total", "ratio", "host", "floor"),
+    [
+        (100 * GIB, 0.0, False, 0),
+        (100 * GIB, 0.75, False, 25 * GIB),
+        (100 * GIB, 0.0, True, GIB),
+        (GIB, 0.0, True, 64 * MIB),
+        (100 * GIB, 0.75, True, 25 * GIB),
+    ],
+)
+def test_floor(total: int, ratio: float, host: bool, floor: int) -> None:
+    assert floor_bytes(total, Limits(arena_bytes=0, ratio=ratio, host=host)) == floor
+
+
+def test_keep_free_is_floor_room_and_reserve_of_the_worst_rank() -> None:
+    ranks = [replace_seen(DEVICE, execution_room=room * GIB) for room in (1, 4, 2)]
+    assert keep_free(ranks, replace(WIDE, ratio=0.75, reserve=GIB)) == (25 + 4 + 1) * GIB
+    assert keep_free(ranks, replace(WIDE, elastic=False)) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, 80 * GIB),
+        ({"ratio": 0.5}, 30 * GIB),
+        ({"max_cache_size": 8 * GIB}, 8 * GIB),
+        ({"arena_bytes": 25 * GIB}, 5 * GIB),
+        ({"elastic": False, "pool_bytes": 24 * GIB}, 4 * GIB),
+        ({"limit": GIB, "reserve": GIB}, 80 * GIB),
+    ],
+)
+def test_possible(change: dict[str, object], expected: int) -> None:
+    usage = Usage(weights_on_device=20 * GIB, state=GIB, padding=MIB)
+    assert possible([DEVICE], replace(WIDE, **change), usage) == expected - GIB - MIB
+
+
+@given(observations, limits, usages)
+def test_headroom_is_never_above_any_cap(seen: list[Observation], caps: Limits, usage: Usage) -> None:
+    room = headroom(seen, caps, usage)
+    kv = usage.kv_mapped + usage.state
+    assert room.bytes <= caps.arena_bytes - usage.weights_mapped - kv
+    assert not caps.max_cache_size or room.bytes <= caps.max_cache_size - kv
+    assert caps.limit is None or room.bytes <= caps.limit - kv
+    for rank in seen if caps.elastic else ():
+        spared = rank.free - floor_bytes(rank.total, caps) - rank.execution_room - caps.reserve
+        assert room.bytes <= rank.free_handles + max(0, spared)
+        assert room.deficit >= -spared
+        assert not caps.ratio or room.bytes <= caps.ratio * rank.total - rank.owned + 1
+
+
+@given(observations, limits, usages, sizes)
+def test_headroom_follows_free_memory(seen: list[Observation], caps: Limits, usage: Usage, more: int) -> None:
+    freer = [replace_seen(rank, free=rank.free + more) for rank in seen]
+    before, after = headroom(seen, caps, usage), headroom(freer, caps, usage)
+    assert before.bytes <= after.bytes <= before.bytes + more
+    assert after.deficit <= before.deficit
+
+
+@given(observations, limits, usages, sizes)
+def test_what_was_created_since_is_taken_off(seen: list[Observation], caps: Limits, usage: Usage, more: int) -> None:
+    later = replace(usage, created=usage.created + more)
+    assert headroom(seen, caps, later).bytes <= headroom(seen, caps, usage).bytes
+
+
+@given(observations, limits, usages)
+def test_possible_is_at_least_what_may_be_held_now(seen: list[Observation], caps: Limits, usage: Usage) -> None:
+    usage = replace(usage, weights_on_device=0, weights_mapped=0, padding=0, created=0)
+    pool = min((rank.free_handles for rank in seen), default=0) + usage.kv_mapped
+    caps = replace(caps, pool_bytes=max(pool, caps.pool_bytes), limit=None)
+    honest = [rank for rank in seen if rank.free + usage.kv_mapped <= rank.total and rank.owned >= usage.kv_mapped]
+    room = headroom([replace_seen(rank, free_handles=0) for rank in honest], caps, usage)
+    if caps.elastic and honest and room.bytes > 0:
+        assert usage.kv_mapped + room.bytes <= possible(honest, caps, usage)
+
+
+def test_growth_is_the_headroom_or_minus_the_deficit() -> None:
+    account = Account(replace(WIDE, ratio=0.5), Usage())
+    account.observe((replace_seen(DEVICE, free=40 * GIB, free_handles=GIB),))
+    assert (account.headroom().bytes, account.growth) == (GIB, -10 * GIB)
+    account.observe((DEVICE,))
+    assert account.growth == 10 * GIB
+
+
+def test_acknowledged_growth_counts_until_the_next_observation() -> None:
+    account = Account(WIDE, Usage())
+    account.observe((DEVICE,))
+    account.moved(kv_mapped=GIB, created=GIB)
+    assert account.growth == 59 * GIB
+    account.moved(kv_mapped=0, created=-GIB)
+    account.moved(kv_mapped=0, created=-GIB)
+    assert account.growth == 60 * GIB
+    account.observe((DEVICE,))
+    assert account.growth == 60 * GIB
+
+
+def test_the_gate_closes_for_ten_milliseconds_doubling_to_a_second() -> None:
+    gate, now, pauses = GrowthGate(), 50.0, []
+    for _ in range(9):
+        gate.failed(now)
+        assert gate.is_closed(now) and gate.closed_until is not None
+        pauses.append(round(gate.closed_until - now, 6))
+        now = gate.closed_until
+        assert not gate.is_closed(now)
+    assert pauses == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
+    gate.succeeded()
+    gate.failed(now)
+    assert gate.closed_until == pytest.approx(now + 0.01)
+
+
+def test_closing_twice_keeps_the_later_end() -> None:
+    gate = GrowthGate()
+    gate.close(9.0)
+    gate.close(5.0)
+    assert gate.is_closed(8.9) and not gate.is_closed(9.0)
+
+
+def replace_seen(seen: Observation, **changes: int) -> Observation:
+    return Observation(**{name: changes.get(name, getattr(seen, name)) for name in Observation.__struct_fields__})
