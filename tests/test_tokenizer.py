@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,22 @@ def test_token_bytes(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
         assert b"".join(map(tokenizer.token_bytes, ids)).lstrip() == "a 😀".encode()
     assert byte_level.token_bytes(319) == b""
     assert byte_level.token_bytes(257) == b"<|eos|>"
+
+
+def test_a_long_text_is_encoded_without_stopping_other_threads(byte_level: Tokenizer) -> None:
+    started, last, longest = time.monotonic(), time.monotonic(), 0.0
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(byte_level.encode, "x" * 500_000)
+        while not encoding.done():
+            time.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert longest < (time.monotonic() - started) / 2
+
+
+def test_a_hopeless_text_is_encoded_in_part(byte_level: Tokenizer) -> None:
+    assert 100 < len(byte_level.encode("x" * 100_000, enough=100)) < 100_000
+    assert len(byte_level.encode("x" * 1_000, enough=1_000)) == 1_000
+    assert len(byte_level.encode("x" * 1_000)) == 1_000
 
 
 def test_special_tokens_are_shown_only_when_asked(byte_level: Tokenizer) -> None:
