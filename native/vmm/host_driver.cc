@@ -156,6 +156,7 @@ std::uint32_t& HostDriver::known_handle(Verb verb, Handle handle) {
 std::vector<Handle> HostDriver::create(std::size_t count) {
   count_call(Verb::kCreate, count);
   if (count == 0) return {};
+  if (count > num_slots_) throw Shortage(Verb::kCreate, ENOSPC, 0, "more pages wanted than there can ever be");
   const std::uint64_t need = count * options_.page_bytes;
   std::vector<std::uint32_t> slots;
   {

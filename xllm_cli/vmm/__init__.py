@@ -1,0 +1,1 @@
+"""Device memory: drivers, the page pool, and the arenas that tensors live in."""

@@ -96,16 +96,24 @@ class Arena(Range):
 
     def map(self, pages: Sequence[int], handles: Sequence[int]) -> None:
         """Put `handles[i]` at `pages[i]`, all or none. Raises VmmShortage or VmmError; then nothing has changed."""
-        placed = dict(zip(pages, handles, strict=True))
-        self._driver.map([(self.address + page * self.page_bytes, handle) for page, handle in placed.items()])
-        self._handles.update(placed)
+        addresses = self._addresses(pages)
+        self._driver.map(list(zip(addresses, handles, strict=True)))
+        self._handles.update(zip(pages, handles, strict=True))
 
     def unmap(self, pages: Sequence[int]) -> tuple[list[int], list[int]]:
         """Take pages away: (handles freed, pages stuck). A stuck page is still mapped and keeps its handle."""
-        failed = set(self._driver.unmap([self.address + page * self.page_bytes for page in pages]))
-        stuck = [page for page in pages if self.address + page * self.page_bytes in failed]
-        freed = [self._handles.pop(page) for page in pages if self.address + page * self.page_bytes not in failed]
+        addresses = self._addresses(pages)
+        failed = set(self._driver.unmap(addresses))
+        stuck = [page for page, address in zip(pages, addresses, strict=True) if address in failed]
+        freed = [self._handles.pop(page) for page in pages if page not in stuck]
         return freed, stuck
+
+    def _addresses(self, pages: Sequence[int]) -> list[int]:
+        """Checked here: the driver would take a page of the neighbouring range for one of its own."""
+        for page in pages:
+            if not 0 <= page < self.num_pages:
+                raise IndexError(f"page {page} of an arena of {self.num_pages}")
+        return [self.address + page * self.page_bytes for page in pages]
 
     def close(self) -> bool:
         """Release the range. False: a page is mapped, a view is alive or the driver refused; the range is kept."""

@@ -15,6 +15,8 @@ __all__ = ["HUGE_PAGE_BYTES", "Driver", "DriverInfo", "FaultyDriver", "VmmError"
 
 HUGE_PAGE_BYTES = 2 << 20
 
+SMALL_PAGES_NOTE = "If other processes take the last free memory, the kernel may kill this one."
+
 logger = logging.getLogger(__name__)
 
 
@@ -41,27 +43,25 @@ def open_driver(
     if mode not in ("auto", "huge", "4k"):
         raise DeviceError(f"host_page_mode={mode} is not one of auto, huge, 4k")
     size = HUGE_PAGE_BYTES if page_bytes is None else page_bytes
-    return HostDriver(
-        huge=_use_huge(mode, size),
-        page_bytes=size,
-        total_bytes=total_bytes or 0,
-        poison=poison,
-        vma_limit=vma_limit or 0,
-    )
+    try:
+        return HostDriver(
+            huge=_use_huge(mode, size),
+            page_bytes=size,
+            total_bytes=total_bytes or 0,
+            poison=poison,
+            vma_limit=vma_limit or 0,
+        )
+    except VmmError as error:
+        raise DeviceError(f"host memory cannot be managed here: {error}") from error
 
 
 def _use_huge(mode: str, page_bytes: int) -> bool:
-    """Whether to use huge pages; says once in the log what 4k mode costs when it was not asked for."""
+    """Whether to use huge pages; a fall back to 4k pages is said in the log, with what it costs."""
     if mode == "4k" or (mode == "auto" and page_bytes % HUGE_PAGE_BYTES):
         return False
     probe = probe_host()
-    if probe.huge:
-        return True
-    if mode == "huge":
+    if not probe.huge and mode == "huge":
         raise DeviceError(f"host_page_mode=huge does not work here: {probe.reason}; use --host_page_mode=4k")
-    logger.warning(
-        "huge pages do not work here (%s): using 4k pages; if other processes take the last free memory, "
-        "the kernel may kill this one",
-        probe.reason,
-    )
-    return False
+    if not probe.huge:
+        logger.warning("huge pages do not work here (%s): using 4k pages. %s", probe.reason, SMALL_PAGES_NOTE)
+    return probe.huge
