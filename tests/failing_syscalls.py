@@ -7,8 +7,8 @@ import platform
 import struct
 
 NUMBERS = {
-    "x86_64": {"mmap": 9, "mprotect": 10, "munmap": 11, "madvise": 28, "fallocate": 285},
-    "aarch64": {"mmap": 222, "mprotect": 226, "munmap": 215, "madvise": 233, "fallocate": 47},
+    "x86_64": {"mmap": 9, "mprotect": 10, "munmap": 11, "madvise": 28, "fallocate": 285, "memfd_create": 319},
+    "aarch64": {"mmap": 222, "mprotect": 226, "munmap": 215, "madvise": 233, "fallocate": 47, "memfd_create": 279},
 }
 MADV_POPULATE_WRITE, MADV_COLLAPSE = 23, 25
 PUNCH_HOLE_KEEP_SIZE = 3

@@ -80,14 +80,29 @@ def test_a_stuck_page_keeps_its_handle(arena: Arena, pool: PagePool, driver: Fau
     assert arena.unmap(stuck) == ([handles[nth - 1]], [])
 
 
-def test_misuse_is_an_error_of_the_driver(arena: Arena, pool: PagePool) -> None:
-    handles = fill(arena, pool, [1])
-    for pages in ([1], [16], [-1]):
+def test_misuse_changes_nothing(arena: Arena, pool: PagePool) -> None:
+    (handle,) = fill(arena, pool, [1])
+    first, second = pool.take(2) or []
+    for pages in ([1, 2], [3, 3]):
         with pytest.raises(VmmError):
-            arena.map(pages, pool.take(1) or [])
+            arena.map(pages, [first, second])
+    with pytest.raises(ValueError, match="zip"):
+        arena.map([4], [first, second])
     with pytest.raises(VmmError):
         arena.unmap([1, 2])
-    assert arena.unmap([1]) == (handles, [])
+    assert arena.mapped_pages == 1 and arena.unmap([1]) == ([handle], [])
+
+
+@pytest.mark.parametrize("page", [-1, 512])
+def test_a_page_of_the_neighbouring_range_is_not_ours(driver: FaultyDriver, pool: PagePool, page: int) -> None:
+    arenas = [Arena(driver, pool, 512 * PAGE) for _ in range(3)]  # 2 MiB each: the kernel puts them side by side
+    handles = pool.take(1) or []
+    for arena in arenas:
+        with pytest.raises(IndexError, match="of an arena of 512"):
+            arena.map([page], handles)
+        with pytest.raises(IndexError):
+            arena.unmap([page])
+    assert driver.usage()["mapped"] == 0
 
 
 # --- views ---------------------------------------------------------------------------------------------------------

@@ -76,6 +76,18 @@ def test_old_kernels_get_small_pages_and_a_warning() -> None:
     assert "using 4k pages" in child.stderr and "kill" in child.stderr
 
 
+def case_no_memory_files() -> None:
+    fail_syscall("memfd_create", {}, errno.EPERM)
+    for mode in ("auto", "4k", "huge"):
+        with pytest.raises(DeviceError, match="make the memory file: Operation not permitted"):
+            open_driver("cpu", mode=mode)
+    print("done")
+
+
+def test_a_sandbox_without_memory_files_has_no_device() -> None:
+    run_case("case_no_memory_files")
+
+
 def case_file_is_full() -> None:
     driver = open_kind("small")
     size = page_bytes_of(driver)

@@ -1,4 +1,4 @@
-"""The contract of native/vmm/driver.h, checked on every driver."""
+"""The contract of native/vmm/driver.h, checked on every driver. One file, because the contract is one page."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import ctypes
 import mmap
 import os
 import random
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from driver_kinds import KINDS, count_vmas, is_accessible, open_kind, page_bytes_of, peek, poke, run_child
 
 from xllm_cli._vmm import probe_host
+from xllm_cli.errors import DeviceError
 from xllm_cli.vmm.driver import Driver, VmmError, VmmShortage, open_driver
 
 RANGE_PAGES = 32
@@ -140,6 +143,17 @@ def test_adjacent_pages_share_one_mapping(driver: Driver, pages: list[int]) -> N
     assert count_vmas(pages[0], RANGE_PAGES * size) == empty + 2 == driver.usage()["vmas"]
 
 
+def test_huge_pages_are_mapped_whole() -> None:
+    driver = open_kind("host-huge")
+    size = page_bytes_of(driver)
+    start = driver.reserve(4 * size)
+    driver.map([(start + i * size, handle) for i, handle in enumerate(driver.create(4))])
+    smaps = Path("/proc/self/smaps").read_text().split(f"{start:x}-", maxsplit=1)[1]
+    (whole,) = re.findall(r"ShmemPmdMapped: +(\d+) kB", smaps)[:1]
+    assert int(whole) > 0, "none of four pages is one entry of the page table"
+    driver.close()
+
+
 def test_no_mapping_and_no_memory_is_left_behind(driver: Driver, pages: list[int]) -> None:
     before = count_vmas(0, 1 << 47)
     for step in (1, 2, 3) * 4:
@@ -204,7 +218,27 @@ def test_more_than_the_machine_has_is_a_shortage(kind: str) -> None:
     driver.close()
 
 
+@pytest.mark.parametrize("count", [1 << 30, 1 << 45, 1 << 63])
+def test_absurd_counts_are_a_shortage(driver: Driver, count: int) -> None:
+    with pytest.raises(VmmShortage):
+        driver.create(count)
+
+
 # --- misuse --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_bytes", [0, 100, 4096 + 512, (2 << 20) + 1])
+def test_page_sizes_that_cannot_be(page_bytes: int) -> None:
+    with pytest.raises(ValueError, match="positive multiple of 4096"):
+        open_driver("cpu", page_bytes=page_bytes, mode="4k")
+    with pytest.raises(ValueError, match="positive multiple of 2097152"):
+        open_driver("cpu", page_bytes=page_bytes or 4096, mode="huge")
+
+
+@pytest.mark.parametrize(("device", "mode"), [("npu", "auto"), ("cuda", "auto"), ("tpu", "auto"), ("cpu", "gigantic")])
+def test_devices_and_modes_that_are_not_there(device: str, mode: str) -> None:
+    with pytest.raises(DeviceError, match=r"--device=cpu|is not one of auto, huge, 4k"):
+        open_driver(device, mode=mode)
 
 
 def test_misuse_of_map(driver: Driver, pages: list[int]) -> None:

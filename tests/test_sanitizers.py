@@ -35,7 +35,12 @@ def find_runtime(name: str) -> str | None:
 
 
 def build(folder: Path) -> Path:
-    options = ["-DXLLM_BUILD_KERNELS=OFF", "-DXLLM_SANITIZE=ON", f"-DPython_EXECUTABLE={sys.executable}"]
+    options = [
+        "-DXLLM_BUILD_KERNELS=OFF",
+        "-DXLLM_SANITIZE=ON",
+        "-DCMAKE_BUILD_TYPE=Debug",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]
     environment = {**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}
     for command in (
         ["cmake", "-S", str(ROOT / "native"), "-B", str(folder), *options],
