@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,16 @@ def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     server = Server(["--model=/nonexistent", "--block_size=0"], log=tmp_path / "log")
     with pytest.raises(ServerFailed, match=r"ended with 2:\n(.|\n)*block_size"), server:
         pass
+
+
+def test_sigterm_unwinds_what_was_started() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    closed: list[str] = []
+    with pytest.raises(SystemExit) as stopped, serve.unwinding_on_sigterm(), ExitStack() as stack:
+        stack.callback(closed.append, "server")
+        signal.raise_signal(signal.SIGTERM)
+    assert (stopped.value.code, closed) == (143, ["server"])
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_table_gives_medians_and_ratios() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -75,7 +77,7 @@ def serve(  # noqa: PLR0913  click passes one argument per option
     workloads = [
         Workload(count, max(4, 2 * count), prompt_tokens, output_tokens) for count in parse_counts(concurrency)
     ]
-    with contextlib.ExitStack() as stack:
+    with unwinding_on_sigterm(), contextlib.ExitStack() as stack:
         if url:
             addresses, starts = {"server": parse_url(url)}, {}
         else:
@@ -112,6 +114,16 @@ def parse_url(url: str) -> Address:
     if parts.scheme != "http" or not parts.hostname:
         raise ConfigError(f"--url={url}: must look like http://127.0.0.1:8010")
     return Address(parts.hostname, parts.port or 80)
+
+
+@contextlib.contextmanager
+def unwinding_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit in here, so that the servers that were started are stopped."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def start_servers(flags: list[str], stack: contextlib.ExitStack) -> Iterator[tuple[str, Server]]:
