@@ -1,6 +1,6 @@
 """A wheel holds the Python files of the checkout and each native module once, and the modules import from it.
 
-    .venv/bin/python .ci/check_wheel.py dist/xllm-*.whl
+.venv/bin/python .ci/check_wheel.py dist/xllm-*.whl
 """
 
 from __future__ import annotations
