@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from xllm_cli.cache.account import Account, GrowthGate
 from xllm_cli.cache.blocks import BlockPool, Cold, runs_of
-from xllm_cli.cache.prefix import PrefixIndex
+from xllm_cli.cache.prefix import Entry, PrefixIndex
 from xllm_cli.cache.report import CacheCounters
 from xllm_cli.cache.residency import Residency, Spare
 
@@ -74,7 +74,8 @@ class Allocator:
             self.counters.evicted_blocks += len(reused)
             self.pool.reuse(reused)
             taken += reused
-        self.pool.settle()
+        if self.residency.changed:
+            self.pool.settle()
         return taken
 
     def _cold(self, count: int, gone: Collection[Spare] = ()) -> Cold:
@@ -122,19 +123,31 @@ class Allocator:
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Drop a reference on each; what nobody holds then stays cached if its KV is published, else is free."""
-        gone = self.pool.release(blocks)
-        if self.index.has_provisional:
-            for block in gone:
-                entry = self.index.entry_of(block)
-                if entry is not None and entry.provisional:
-                    self.pool.free(self.index.forget(entry))
-        entries = [self.index.entry_of(block) for block in gone]
-        self.pool.free([block for block, entry in zip(gone, entries, strict=True) if entry is None])
-        idle = [entry for entry in entries if entry is not None]
-        self.pool.cache([entry.block for entry in idle])
-        for entry in idle:
-            self.index.make_idle(entry)
+        index, pool = self.index, self.pool
+        gone = pool.release(blocks)
+        if index.has_provisional:
+            self._forget_unwritten(gone)
+        free: list[int] = []
+        idle: list[Entry] = []
+        for block in gone:
+            entry = index.entry_of(block)
+            if entry is None:
+                free.append(block)
+            else:
+                idle.append(entry)
+        if free:
+            pool.free(free)
+        if idle:
+            pool.cache([entry.block for entry in idle])
+            for entry in idle:
+                index.make_idle(entry)
         self.pay()
+
+    def _forget_unwritten(self, blocks: list[int]) -> None:
+        for block in blocks:
+            entry = self.index.entry_of(block)
+            if entry is not None and entry.provisional:
+                self.pool.free(self.index.forget(entry))
 
     def withdraw(self) -> None:
         """Take back every provisional publication; the blocks stay with their holders."""

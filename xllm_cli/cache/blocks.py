@@ -294,11 +294,11 @@ class BlockPool:
 
     def _groups(self, run: Run) -> Iterator[tuple[int, int]]:
         """(group, blocks of the run in it)."""
-        geometry = self.placement.geometry
+        width, page = self.placement.geometry
         start, stop = run
         while start < stop:
-            group = geometry.group(start)
-            end = min(stop, geometry.start(group + 1))
+            group = start * width // page
+            end = min(stop, -(-(group + 1) * page // width))
             yield group, end - start
             start = end
 
