@@ -24,7 +24,9 @@ void AddressMap::check_range(Verb verb, Address address, std::size_t nbytes) con
   const auto range = ranges_.find(address);
   if (range == ranges_.end() || range->second != nbytes) throw Error(verb, EINVAL, address, "not a reserved range");
   const auto page = pages_.lower_bound(address);
-  if (page != pages_.end() && page->first < address + nbytes) throw Error(verb, EBUSY, page->first, "a page is mapped in the range");
+  if (page != pages_.end() && page->first < address + nbytes) {
+    throw Error(verb, EBUSY, page->first, "a page is mapped in the range");
+  }
 }
 
 void AddressMap::insert(const Page& page) {

@@ -1,9 +1,9 @@
-// What lies where: the reserved ranges of a driver, the page at every mapped address, and how many kernel mappings (VMAs)
-// that takes. Makes no system call except reading the kernel's limit.
+// What lies where: the reserved ranges of a driver, the page at every mapped address, and how many kernel mappings
+// (VMAs) that takes. Makes no system call except reading the kernel's limit.
 //
-// INVARIANT. A run is a maximal series of mapped pages whose addresses and slots both rise by one; the kernel merges it
-//   into one mapping. vmas = 2 · runs + ranges bounds from above what the kernel has: each run and one gap after it, and
-//   the rest of each range. The sum over all address maps of the process is kept; the kernel counts per process.
+// INVARIANT. A run is a maximal series of mapped pages whose addresses and slots both rise by one; the kernel merges
+//   it into one mapping. vmas = 2 · runs + ranges bounds from above what the kernel has: each run and one gap after it,
+//   and the rest of each range. The sum over all address maps of the process is kept; the kernel counts per process.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ class AddressMap {
   bool contains(Address address) const { return pages_.contains(address); }
   bool joined(Address low, Address high) const;  // both mapped, in adjacent slots
 
-  // Brings the process-wide count up to date. charge throws Shortage when the limit would be passed; settle never fails:
-  // taking a page away may split a run, which the other 30 % allow.
+  // Brings the process-wide count up to date. charge throws Shortage when the limit would be passed; settle never
+  // fails: taking a page away may split a run, which the other 30 % allow.
   void charge(Verb verb);
   void settle();
 

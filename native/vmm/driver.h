@@ -8,14 +8,14 @@
 //   * release: the very range that reserve returned, with no page mapped in it;
 //   * no address and no handle appears twice in a batch (map may repeat a handle where info().can_alias).
 //
-// OUTCOMES. Shortage: out of pages, memory or address-space entries; an expected miss, try again later. Error: the device
-//   or the caller is at fault. create and map are all or nothing: on failure everything they did is undone. unmap and
-//   destroy do as much as they can and return what failed; that stays as it was (mapped, or a valid handle).
+// OUTCOMES. Shortage: out of pages, memory or address-space entries; an expected miss, try again later. Error: the
+//   device or the caller is at fault. create and map are all or nothing: on failure everything they did is undone.
+//   unmap and destroy do as much as they can and return what failed; that stays as it was (mapped, or a valid handle).
 //   A driver never aborts the process and never writes to stdout or stderr.
 //
-// OWNERSHIP. The driver owns ranges, handles and mappings. Contents move with the handle: unmap and map elsewhere keep
-//   the bytes. Fresh pages hold anything (host: zeros, or the poison byte). Once close() ran, ranges never released stay
-//   reserved, without memory, so that no view can ever see somebody else's memory.
+// OWNERSHIP. The driver owns ranges, handles and mappings. Contents move with the handle: unmap and map elsewhere
+//   keep the bytes. Fresh pages hold anything (host: zeros, or the poison byte). Once close() ran, ranges never
+//   released stay reserved, without memory, so that no view can ever see somebody else's memory.
 //
 // THREADS. create may run on several threads at once; other verbs on one thread at a time; info, counts, usage and
 //   memfd_bytes on any thread at any time. No driver calls back and no driver owns a thread.
@@ -36,7 +36,7 @@
 namespace xllm::vmm {
 
 using Address = std::uintptr_t;
-using Handle = std::uint64_t;  // never 0; a destroyed handle's number does not come back soon; adjacent pages sort adjacent
+using Handle = std::uint64_t;  // never 0; not reused soon after destroy; sorts by place in the memory
 
 enum class Verb : std::uint8_t { kReserve, kRelease, kCreate, kDestroy, kMap, kUnmap };
 inline constexpr std::array<const char*, 6> kVerbNames{"reserve", "release", "create", "destroy", "map", "unmap"};
@@ -94,9 +94,10 @@ class Driver {
   virtual void map(std::vector<Page> pages) = 0;
   virtual std::vector<Address> unmap(std::vector<Address> addresses) = 0;
   virtual Export export_handle(Handle handle) = 0;
-  virtual std::uint64_t memfd_bytes() const = 0;                         // physical bytes, as the kernel counts them
-  virtual std::map<std::string, std::uint64_t> usage() const = 0;        // now: handles, mapped, ranges, vmas, process_vmas
-  virtual void close() = 0;                                              // idempotent; all pages are gone afterwards
+  virtual std::uint64_t memfd_bytes() const = 0;  // physical bytes, as the kernel counts them
+  // Now: handles, mapped, ranges, and kernel mappings of this driver (vmas) and of all (process_vmas).
+  virtual std::map<std::string, std::uint64_t> usage() const = 0;
+  virtual void close() = 0;  // idempotent; all pages are gone afterwards
 
   std::map<std::string, std::uint64_t> counts() const;  // since reset_counts: calls ("map") and pages ("map_pages")
   void reset_counts();

@@ -4,7 +4,7 @@
 // the n-th page of that verb, counted from 1 since reset_counts(), fail once:
 //   reserve, release   throws before anything happened
 //   create, map        the pages before it in the batch are really done, then undone, then Error or Shortage is thrown
-//   unmap, destroy     every other page of the batch is done, this one is returned as failed (still mapped / still valid)
+//   unmap, destroy     every other page of the batch is done, this one is returned as failed (still mapped / valid)
 // so a batch of k pages has k different ways to fail.
 #pragma once
 

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 
 #include "host_pages.h"
 
@@ -35,31 +34,7 @@ std::uint32_t slot_count(const HostOptions& options, std::uint64_t total) {
   return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(most / options.page_bytes * 4, 64, 1U << 30));
 }
 
-template <typename Action>
-void for_each_extent(const std::vector<std::uint32_t>& slots, std::size_t page_bytes, Action action) {
-  for (std::size_t first = 0, last; first < slots.size(); first = last) {
-    for (last = first + 1; last < slots.size() && slots[last] == slots[last - 1] + 1;) ++last;
-    action(Extent{std::uint64_t{slots[first]} * page_bytes, (last - first) * page_bytes}, first, last);
-  }
-}
-
 }  // namespace
-
-Probe probe_host() {
-  if (::sysconf(_SC_PAGESIZE) != 4096) return {false, "the system's base page is not 4 KiB"};
-  std::size_t pmd = kHugePage;
-  std::ifstream("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") >> pmd;
-  if (pmd != kHugePage) return {false, "the system's huge page is not 2 MiB"};
-  try {
-    const Fd file = make_sparse_file(kHugePage);
-    back_huge(file.get(), {0, kHugePage}, nullptr);
-  } catch (const Shortage&) {
-    return {true, ""};
-  } catch (const Error& error) {
-    return {false, std::string(error.what())};
-  }
-  return {true, ""};
-}
 
 HostDriver::HostDriver(const HostOptions& options)
     : options_(checked(options)),
@@ -88,7 +63,7 @@ Address HostDriver::reserve(std::size_t nbytes) {
   const std::lock_guard lock(mutex_);
   count_call(Verb::kReserve, 1);
   check_open(Verb::kReserve);
-  if (nbytes == 0 || nbytes % options_.page_bytes != 0) throw Error(Verb::kReserve, EINVAL, 0, "size is no multiple of a page");
+  if (nbytes == 0 || nbytes % options_.page_bytes) throw Error(Verb::kReserve, EINVAL, 0, "size is not in whole pages");
   const Address address = reserve_space(nbytes, kHugePage);
   if (address == 0) throw Shortage(Verb::kReserve, errno, 0, std::string("address space: ") + std::strerror(errno));
   addresses_.add_range(address, nbytes);
@@ -234,7 +209,8 @@ void HostDriver::erase(Address address) { --handles_.at(addresses_.erase(address
 
 void HostDriver::put_pages(const std::vector<Page>& pages) {
   for (std::size_t first = 0, last; first < pages.size(); first = last) {
-    for (last = first + 1; last < pages.size() && pages[last].address == pages[last - 1].address + options_.page_bytes &&
+    for (last = first + 1; last < pages.size() &&
+                           pages[last].address == pages[last - 1].address + options_.page_bytes &&
                            addresses_.joined(pages[last - 1].address, pages[last].address);) {
       ++last;
     }
@@ -270,11 +246,13 @@ std::vector<Address> HostDriver::unmap(std::vector<Address> addresses) {
   std::sort(addresses.begin(), addresses.end());
   for (std::size_t i = 0; i < addresses.size(); ++i) {
     if (!addresses_.contains(addresses[i])) throw Error(Verb::kUnmap, EINVAL, addresses[i], "no page is mapped here");
-    if (i > 0 && addresses[i] == addresses[i - 1]) throw Error(Verb::kUnmap, EINVAL, addresses[i], "an address appears twice");
+    if (i > 0 && addresses[i] == addresses[i - 1])
+      throw Error(Verb::kUnmap, EINVAL, addresses[i], "an address appears twice");
   }
   std::vector<Address> failed;
   for (std::size_t first = 0, last; first < addresses.size(); first = last) {
-    for (last = first + 1; last < addresses.size() && addresses[last] == addresses[last - 1] + options_.page_bytes;) ++last;
+    for (last = first + 1; last < addresses.size() && addresses[last] == addresses[last - 1] + options_.page_bytes;)
+      ++last;
     const bool covered = cover(addresses[first], (last - first) * options_.page_bytes) == 0;
     for (std::size_t i = first; i < last; ++i) {
       if (covered) {
@@ -298,7 +276,7 @@ Export HostDriver::export_handle(Handle handle) {
 
 std::uint64_t HostDriver::memfd_bytes() const {
   const std::lock_guard lock(mutex_);
-  struct stat status {};
+  struct stat status{};
   if (!file_ || ::fstat(file_.get(), &status) != 0) return 0;
   return static_cast<std::uint64_t>(status.st_blocks) * 512;
 }

@@ -5,12 +5,13 @@
 //   range   [ page 0 | PROT_NONE | page 2 | page 3 | PROT_NONE ]  mmap(MAP_SHARED | MAP_FIXED) over a PROT_NONE reserve
 //
 // Mode huge: a slot is made of 2 MiB kernel pages: one 4 KiB page is populated through a staging window, then
-// MADV_COLLAPSE turns the range into huge pages. Such an allocation never invokes the OOM killer, so that running out of
-// memory is an errno. Mode 4k: fallocate; out of memory can be a SIGKILL, hence create first reads how much is free and
-// leaves a floor.
+// MADV_COLLAPSE turns the range into huge pages. Such an allocation never invokes the OOM killer, so that running out
+// of memory is an errno. Mode 4k: fallocate; out of memory can be a SIGKILL, hence create first reads how much is free
+// and leaves a floor.
 //
-// VMA BUDGET. The kernel limits mappings per process (vm.max_map_count), and at the limit malloc fails too. All drivers of
-// the process together use at most 70 % of it; beyond that map and reserve are a Shortage (address_map.h has the sum).
+// VMA BUDGET. The kernel limits mappings per process (vm.max_map_count), and at the limit malloc fails too. All drivers
+// of the process together use at most 70 % of it; beyond that map and reserve are a Shortage (address_map.h has the
+// sum).
 #pragma once
 
 #include <mutex>
@@ -26,19 +27,11 @@ namespace xllm::vmm {
 
 struct HostOptions {
   bool huge = true;
-  std::size_t page_bytes = 2 << 20;   // huge: multiple of 2 MiB; else multiple of the system's page
-  std::uint64_t total_bytes = 0;      // cap on this driver's pages and on info().total; 0: none
-  std::optional<std::uint8_t> poison; // fresh pages are filled with this byte; none: zeros
-  std::int64_t vma_limit = 0;         // 0: 70 % of vm.max_map_count
+  std::size_t page_bytes = 2 << 20;    // huge: multiple of 2 MiB; else multiple of the system's page
+  std::uint64_t total_bytes = 0;       // cap on this driver's pages and on info().total; 0: none
+  std::optional<std::uint8_t> poison;  // fresh pages are filled with this byte; none: zeros
+  std::int64_t vma_limit = 0;          // 0: 70 % of vm.max_map_count
 };
-
-struct Probe {
-  bool huge;           // mode huge works here
-  std::string reason;  // why not
-};
-
-// Tries mode huge with one page. Running out of memory while trying counts as working.
-Probe probe_host();
 
 class HostDriver final : public Driver {
  public:

@@ -104,8 +104,9 @@ HostMemory::HostMemory(const std::string& root) : meminfo_(open_read(root + "/pr
     if (relative == "/") relative.clear();
     while (true) {
       const std::string folder = root + mount->point + relative + "/memory.";
-      Level level{open_read(folder + (v2 ? "max" : "limit_in_bytes")), open_read(folder + (v2 ? "current" : "usage_in_bytes")),
-                  open_read(folder + "stat"), v2 ? "inactive_file" : "total_inactive_file"};
+      Level level{open_read(folder + (v2 ? "max" : "limit_in_bytes")),
+                  open_read(folder + (v2 ? "current" : "usage_in_bytes")), open_read(folder + "stat"),
+                  v2 ? "inactive_file" : "total_inactive_file"};
       if (level.limit && level.usage) levels_.push_back(std::move(level));
       if (relative.empty()) break;
       relative.erase(relative.rfind('/') == std::string::npos ? 0 : relative.rfind('/'));

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <vector>
 
 #ifndef MADV_POPULATE_WRITE
@@ -22,7 +23,9 @@ namespace {
 constexpr std::size_t kPieceBytes = 16 * kHugePage;  // one collapse, one fallocate: bounded time between signals
 constexpr int kRetries = 5;
 
-void* pointer(Address address) { return reinterpret_cast<void*>(address); }  // NOLINT: addresses are this file's business
+void* pointer(Address address) {
+  return reinterpret_cast<void*>(address);
+}  // NOLINT: addresses are this file's business
 
 bool is_shortage(int code) { return code == ENOMEM || code == ENOSPC || code == EBUSY; }
 
@@ -122,6 +125,22 @@ void back_small(int file, Extent extent) {
   for_each_piece(extent, [&](Extent piece) {
     if (const int code = allocate(file, 0, piece)) raise_create(code, "allocate pages");
   });
+}
+
+Probe probe_host() {
+  if (::sysconf(_SC_PAGESIZE) != 4096) return {false, "the system's base page is not 4 KiB"};
+  std::size_t pmd = kHugePage;
+  std::ifstream("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") >> pmd;
+  if (pmd != kHugePage) return {false, "the system's huge page is not 2 MiB"};
+  try {
+    const Fd file = make_sparse_file(kHugePage);
+    back_huge(file.get(), {0, kHugePage}, nullptr);
+  } catch (const Shortage&) {
+    return {true, ""};
+  } catch (const Error& error) {
+    return {false, std::string(error.what())};
+  }
+  return {true, ""};
 }
 
 void fill(int file, Extent extent, std::uint8_t byte) {

@@ -12,6 +12,7 @@
 
 #include "faulty_driver.h"
 #include "host_driver.h"
+#include "host_pages.h"
 #include "view.h"
 
 namespace nb = nanobind;
@@ -61,7 +62,8 @@ void bind_errors(nb::module_& module) {
   module.attr("VmmError") = scope["VmmError"];
   module.attr("VmmShortage") = scope["VmmShortage"];
   // Lives as long as the interpreter, like the module.
-  auto* const types = new ErrorTypes{nb::object(scope["VmmError"]).release().ptr(), nb::object(scope["VmmShortage"]).release().ptr()};
+  auto* const types =
+      new ErrorTypes{nb::object(scope["VmmError"]).release().ptr(), nb::object(scope["VmmShortage"]).release().ptr()};
   nb::register_exception_translator(translate, types);
 }
 
@@ -72,8 +74,8 @@ void drop_capsule(PyObject* capsule) {
   managed->deleter(managed);
 }
 
-nb::object make_capsule(Views& views, Address address, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides,
-                        int code, int bits) {
+nb::object make_capsule(Views& views, Address address, std::vector<std::int64_t> shape,
+                        std::vector<std::int64_t> strides, int code, int bits) {
   if (shape.size() != strides.size()) throw std::invalid_argument("shape and strides differ in length");
   const DLDataType dtype{static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1};
   DLManagedTensor* const managed = views.describe(address, std::move(shape), std::move(strides), dtype, {1, 0});
@@ -122,7 +124,8 @@ void bind_drivers(nb::module_& module) {
   nb::class_<HostDriver, Driver>(module, "HostDriver")
       .def(
           "__init__",
-          [](HostDriver* self, bool huge, std::size_t page_bytes, std::uint64_t total_bytes, std::optional<std::uint8_t> poison,
+          [](HostDriver* self, bool huge, std::size_t page_bytes, std::uint64_t total_bytes,
+             std::optional<std::uint8_t> poison,
              std::int64_t vma_limit) { new (self) HostDriver({huge, page_bytes, total_bytes, poison, vma_limit}); },
           nb::kw_only(), "huge"_a, "page_bytes"_a, "total_bytes"_a = 0, "poison"_a = nb::none(), "vma_limit"_a = 0);
   nb::class_<FaultyDriver, Driver>(module, "FaultyDriver")

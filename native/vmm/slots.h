@@ -17,7 +17,8 @@ class Slots {
   void give(std::uint32_t slot);
 
  private:
-  void take_run(std::map<std::uint32_t, std::uint32_t>::iterator run, std::uint32_t count, std::vector<std::uint32_t>& taken);
+  void take_run(std::map<std::uint32_t, std::uint32_t>::iterator run, std::uint32_t count,
+                std::vector<std::uint32_t>& taken);
 
   std::map<std::uint32_t, std::uint32_t> free_;  // first slot → length; runs never touch
 };

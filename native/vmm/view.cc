@@ -41,8 +41,7 @@ DLManagedTensor* Views::describe(Address address, std::vector<std::int64_t> shap
   return &view->managed;
 }
 
-AnonymousMemory::AnonymousMemory(std::size_t nbytes)
-    : address_(reserve_space(nbytes, kHugePage)), nbytes_(nbytes) {
+AnonymousMemory::AnonymousMemory(std::size_t nbytes) : address_(reserve_space(nbytes, kHugePage)), nbytes_(nbytes) {
   if (address_ == 0 || ::mprotect(reinterpret_cast<void*>(address_), nbytes, PROT_READ | PROT_WRITE) != 0) {  // NOLINT
     const int code = errno;
     free();
