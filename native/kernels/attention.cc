@@ -43,13 +43,15 @@ void for_blocks(const AttentionArgs& a, Visit visit) {
 
 Plan plan_of(const AttentionArgs& a) {
   Plan p;
+  int64_t products = 0;
   for_blocks(a, [&](int32_t, int32_t, int64_t tokens, int64_t limit) {
     const int64_t rows = tokens * group_size(a);
+    products += 2 * rows * a.kv_heads * a.head_dim * limit;
     ++p.blocks;
     p.parts += ceil_div(limit, kSplit);
     p.max_rows = rows > p.max_rows ? rows : p.max_rows;
   });
-  p.threads = omp_get_max_threads();
+  p.threads = products < kParallelProducts ? 1 : omp_get_max_threads();
   p.by_split = p.threads > 1 && p.blocks * a.kv_heads < 4 * p.threads && p.parts > p.blocks;
   return p;
 }
@@ -90,7 +92,7 @@ Unit unit_of(const AttentionArgs& a, const Block& block, int64_t kv_head) {
 /// One thread per unit.
 template <class T>
 void attend_units(const AttentionArgs& a, const Plan& p, const Memory& m, const Block* blocks) {
-#pragma omp parallel
+#pragma omp parallel num_threads(static_cast<int>(p.threads))
   {
     float* own = a.scratch + m.workspaces + omp_get_thread_num() * thread_floats(a);
     const Workspace w = workspace_at(a, own);
@@ -117,7 +119,7 @@ void attend_parts(const AttentionArgs& a, const Plan& p, const Memory& m, const 
   const auto state = [&](int64_t part, int64_t kv_head) {
     return state_at(a.scratch + m.states + (part * a.kv_heads + kv_head) * lines(state_floats(a, p.max_rows)), p.max_rows);
   };
-#pragma omp parallel
+#pragma omp parallel num_threads(static_cast<int>(p.threads))
   {
     float* own = a.scratch + m.workspaces + omp_get_thread_num() * thread_floats(a);
     const Workspace w = workspace_at(a, own);

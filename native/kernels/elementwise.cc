@@ -82,7 +82,11 @@ void silu_mul_row(const SiluMulArgs& a, int64_t row) {
   T* out = static_cast<T*>(a.out) + row * a.width;
   for_groups(a.width, [&](int64_t i, int count) {
     Group g = load_some(gate + i, count);
-    for (int p = 0; p < kParts; ++p) g.part[p] = g.part[p] / (exponential(-g.part[p]) + 1.0f);
+    for (int p = 0; p < kParts; ++p) {
+      const Vec v = g.part[p];
+      const Vec tail = exponential(v > Vec{} ? -v : v);  // e^-|v|: the sigmoid of v is 1 or tail over 1 + tail
+      g.part[p] = v * ((v > Vec{} ? splat(1.0f) : tail) / (tail + 1.0f));
+    }
     store_some(out + i, multiply(g, load_some(up + i, count)), count);
   });
 }

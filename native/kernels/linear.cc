@@ -50,7 +50,7 @@ void multiply(const LinearArgs& a) {
   const int64_t chunks = (a.rows + chunk - 1) / chunk;
   // Small pieces, handed out as threads get free: other processes share the cores.
   const int64_t grain = chunks * panels / (8 * omp_get_max_threads()) + 1;
-#pragma omp parallel for collapse(2) schedule(dynamic, grain)
+#pragma omp parallel for collapse(2) schedule(dynamic, grain) if (a.rows * a.columns * a.depth >= kParallelProducts)
   for (int64_t c = 0; c < chunks; ++c)
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t first = c * a.rows / chunks;

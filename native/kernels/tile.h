@@ -13,6 +13,9 @@ constexpr int kTileRows = 6;
 constexpr int kTileRows = 2;
 #endif
 
+/// Multiplications from which more than one thread pays.
+constexpr int64_t kParallelProducts = 1 << 17;
+
 template <int R>
 struct Rows {};
 
