@@ -1,0 +1,324 @@
+"""The operators of the cpu against the reference, and their promise that a row knows nothing of its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from paged import batch_of
+
+from xllm_cli import _kernels
+from xllm_cli.errors import DeviceError
+from xllm_cli.models.batch import Batch, LayerKV
+from xllm_cli.models.ops import open_ops
+from xllm_cli.models.ops.base import Heads, Ops
+from xllm_cli.models.ops.cpu import CpuOps
+from xllm_cli.models.ops.reference import ReferenceOps
+
+DTYPES = [torch.float32, torch.bfloat16]
+SIZES = [1, 2, 3, 5, 7, 8, 16, 17, 64, 200]
+REFERENCE = ReferenceOps()
+HEADS = Heads(6, 2, 32)
+
+
+@pytest.fixture(params=_kernels.levels())
+def cpu(request: pytest.FixtureRequest) -> CpuOps:
+    """The cpu's operators at each instruction level this machine has."""
+    return CpuOps(request.param, prepacked=[])
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, ulps: int = 1) -> None:
+    """float32 to 1e-5 of the largest value; bfloat16 to `ulps` steps, or to 1e-5 of the largest near zero."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    slack = 2e-6 * float(expected.abs().max()) + 1e-30
+    steps = ulps * 2.0**-7 if actual.dtype == torch.bfloat16 else 5e-6
+    torch.testing.assert_close(actual, expected, rtol=steps, atol=slack)
+
+
+# --- against the reference ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 48, 64), (7, 33, 576), (64, 1, 40), (200, 100, 96)])
+def test_linear(cpu: CpuOps, dtype: torch.dtype, rows: int, columns: int, depth: int) -> None:
+    x, weight = random(rows, depth, dtype=dtype), random(columns, depth, dtype=dtype, seed=1)
+    bias = random(columns, dtype=dtype, seed=2)
+    for ops_bias in (None, bias):
+        actual = cpu.linear(x, cpu.pack_linear([weight], columns, depth, bias=ops_bias))
+        expected = REFERENCE.linear(x, REFERENCE.pack_linear([weight], columns, depth, bias=ops_bias))
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_of_parts_is_the_parts_side_by_side(cpu: CpuOps, dtype: torch.dtype) -> None:
+    x, parts = random(5, 64, dtype=dtype), [random(n, 64, dtype=dtype, seed=n) for n in (24, 7, 17)]
+    whole = cpu.linear(x, cpu.pack_linear(iter(parts), 48, 64))
+    assert torch.equal(whole, torch.cat([cpu.linear(x, cpu.pack_linear([p], p.shape[0], 64)) for p in parts], 1))
+
+
+def test_linear_with_prepacked_weights() -> None:
+    prepacked, native = CpuOps(prepacked=[torch.float32]), CpuOps(prepacked=[])
+    x, weight, bias = random(9, 64), random(48, 64, seed=1), random(48, seed=2)
+    packed = prepacked.pack_linear([weight], 48, 64, bias=bias)
+    assert packed.form == "onednn"
+    assert_close(prepacked.linear(x, packed), native.linear(x, native.pack_linear([weight], 48, 64, bias=bias)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_not_rounded(cpu: CpuOps, dtype: torch.dtype) -> None:
+    x, weight = random(3, 64, dtype=dtype), random(50, 64, dtype=dtype, seed=1)
+    actual = cpu.logits(x, cpu.pack_head(weight))
+    assert actual.dtype == torch.float32
+    assert_close(actual, x.float() @ weight.float().T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding(cpu: CpuOps, dtype: torch.dtype) -> None:
+    table, ids = random(50, 40, dtype=dtype), torch.tensor([0, 49, 17, 17, 31])
+    assert torch.equal(cpu.embedding(ids, cpu.pack_embedding(table)), table[ids])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 576, 37])
+def test_norms(cpu: CpuOps, dtype: torch.dtype, width: int) -> None:
+    x, residual, weight = (
+        random(5, width, dtype=dtype, seed=1),
+        random(5, width, dtype=dtype),
+        random(width, dtype=dtype),
+    )
+    assert_close(cpu.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5), ulps=2)
+    mine, theirs = residual.clone(), residual.clone()
+    assert_close(cpu.add_rms_norm(x, mine, weight, 1e-5), REFERENCE.add_rms_norm(x, theirs, weight, 1e-5), ulps=2)
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+def test_rope(cpu: CpuOps, dtype: torch.dtype, head_dim: int) -> None:
+    heads = Heads(4, 2, head_dim)
+    mine = random(6, 8 * head_dim, dtype=dtype)
+    theirs, positions = mine.clone(), torch.tensor([0, 1, 5, 90, 7, 99], dtype=torch.int32)
+    table = random(100, head_dim, seed=3)
+    cpu.rope(mine, positions, table, heads)
+    REFERENCE.rope(theirs, positions, table, heads)
+    assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(cpu: CpuOps, dtype: torch.dtype) -> None:
+    gates = torch.cat([torch.linspace(-110, 110, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 3e38, -3e38])])
+    both = torch.stack([gates, torch.ones_like(gates)]).flatten()[None].to(dtype)
+    gate = both[:, : gates.numel()].double()
+    expected = (gate * torch.sigmoid(gate)).to(dtype)
+    torch.testing.assert_close(cpu.silu_mul(both), expected, rtol=5e-7 if dtype == torch.float32 else 2**-7, atol=2e-36)
+
+
+# --- row invariance -----------------------------------------------------------------------------------------------
+
+
+def row_operators(ops: Ops, dtype: torch.dtype) -> dict[str, tuple[int, object]]:
+    """Operators on rows alone: name → (width of a row, function)."""
+    weight, head = ops.pack_linear([random(72, 96, dtype=dtype)], 72, 96), ops.pack_head(random(72, 96, dtype=dtype))
+    norm, residual = random(96, dtype=dtype, seed=4), random(200, 96, dtype=dtype, seed=5)
+    return {
+        "linear": (96, lambda x, first: ops.linear(x, weight)),
+        "logits": (96, lambda x, first: ops.logits(x, head)),
+        "rms_norm": (96, lambda x, first: ops.rms_norm(x, norm, 1e-5)),
+        "add_rms_norm": (96, lambda x, first: ops.add_rms_norm(x, residual[first:][: len(x)].clone(), norm, 1e-5)),
+        "silu_mul": (192, lambda x, first: ops.silu_mul(x)),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["linear", "logits", "rms_norm", "add_rms_norm", "silu_mul"])
+def test_a_row_does_not_know_its_neighbours(cpu: CpuOps, dtype: torch.dtype, name: str, threads: int) -> None:
+    width, operator = row_operators(cpu, dtype)[name]
+    x = random(200, width, dtype=dtype, seed=6)
+    whole = operator(x, 0)
+    for size in SIZES:
+        for first in {0, 1, 13, 100, 200 - size} & set(range(201 - size)):
+            assert torch.equal(operator(x[first : first + size].clone(), first), whole[first : first + size]), (
+                size,
+                first,
+            )
+
+
+def test_prepacked_rows_do_not_know_their_neighbours(threads: int) -> None:
+    _, operator = row_operators(CpuOps(prepacked=[torch.float32]), torch.float32)["linear"]
+    x = random(200, 96, seed=6)
+    whole = operator(x, 0)
+    for size in SIZES:
+        for first in (0, 200 - size):
+            assert torch.equal(operator(x[first : first + size], first), whole[first : first + size]), (size, first)
+
+
+def test_threads_change_nothing() -> None:
+    results = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results.append([operator(random(200, w), 0) for w, operator in row_operators(CpuOps(), torch.float32).values()])
+    torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+class Scene:
+    """Sequences of (new tokens, context) in a cache whose unused slots hold `poison`."""
+
+    def __init__(
+        self,
+        sizes: Sequence[tuple[int, int]],
+        *,
+        heads: Heads = HEADS,
+        dtype: torch.dtype = torch.float32,
+        block_size: int = 16,
+        interleaved: bool = True,
+        poison: float = torch.nan,
+    ) -> None:
+        self.heads, self.sizes, self.block_size = heads, sizes, block_size
+        counts = [-(-context // block_size) for _, context in sizes]
+        order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(1)).tolist()
+        self.blocks = [[order.pop() for _ in range(count)] for count in counts]
+        shape = (sum(counts) + 3, heads.num_kv_heads, block_size, heads.head_dim)
+        sides = torch.full((shape[0], 5, *shape[1:]), poison, dtype=dtype)  # five layers and sides; 1 and 3 are used
+        self.kv = LayerKV(sides[:, 1], sides[:, 3]) if interleaved else LayerKV(*sides[:, [1, 3]].unbind(1))
+        if not interleaved:
+            self.kv = LayerKV(self.kv.k.contiguous(), self.kv.v.contiguous())
+        self.width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+        self.tokens = [random(context, self.width, dtype=dtype, seed=10 + i) for i, (_, context) in enumerate(sizes)]
+        for i, (_, context) in enumerate(sizes):
+            CpuOps().write_kv(self.tokens[i], self.kv, self.batch([(i, 0, context)]).slots, heads)
+
+    def batch(self, pieces: Sequence[tuple[int, int, int]]) -> Batch:
+        """Queries of sequences: (sequence, first position, end)."""
+        return batch_of([(range(end - first), first, self.blocks[i]) for i, first, end in pieces], self.block_size)
+
+    def attend(self, ops: Ops, pieces: Sequence[tuple[int, int, int]] | None = None) -> torch.Tensor:
+        """The attention of those queries, by default of every sequence's new tokens."""
+        if pieces is None:
+            pieces = [(i, context - new, context) for i, (new, context) in enumerate(self.sizes)]
+        qkv = torch.cat([self.tokens[i][first:end] for i, first, end in pieces])
+        return ops.attention(qkv, self.kv, self.batch(pieces), self.heads)
+
+
+MIXED = [(1, 1), (1, 33), (1, 700), (5, 5), (40, 72), (17, 300), (3, 128), (2, 129)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(4, 4, 16), Heads(16, 2, 128), Heads(7, 1, 48)])
+def test_attention(cpu: CpuOps, dtype: torch.dtype, block_size: int, heads: Heads) -> None:
+    scene = Scene(MIXED, heads=heads, dtype=dtype, block_size=block_size)
+    assert_close(scene.attend(cpu), scene.attend(REFERENCE))
+
+
+def test_attention_of_both_layouts_and_any_block_size_is_the_same(cpu: CpuOps) -> None:
+    expected = Scene(MIXED).attend(cpu)
+    for block_size in (8, 16, 24, 32, 128):
+        for interleaved in (True, False):
+            assert torch.equal(Scene(MIXED, block_size=block_size, interleaved=interleaved).attend(cpu), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_alone_or_in_a_batch(cpu: CpuOps, dtype: torch.dtype, threads: int) -> None:
+    scene = Scene(MIXED, dtype=dtype)
+    pieces = [(i, context - new, context) for i, (new, context) in enumerate(MIXED)]
+    together = scene.attend(cpu)
+    assert torch.equal(torch.cat([scene.attend(cpu, [piece]) for piece in pieces]), together)
+    backwards = scene.attend(cpu, pieces[::-1]).split([new for new, _ in MIXED[::-1]])
+    assert torch.equal(torch.cat(backwards[::-1]), together)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_whole_or_in_chunks(cpu: CpuOps, dtype: torch.dtype, threads: int) -> None:
+    scene = Scene([(300, 300)], dtype=dtype)
+    whole = scene.attend(cpu)
+    for chunk in (1, 7, 16, 64, 128):
+        cuts = range(0, 300, chunk)
+        assert torch.equal(torch.cat([scene.attend(cpu, [(0, i, min(i + chunk, 300))]) for i in cuts]), whole), chunk
+
+
+def test_attention_with_any_number_of_threads(cpu: CpuOps) -> None:
+    scene, results = Scene([(1, 1500)], heads=Heads(9, 3, 64)), []
+    for count in (1, 2, 4):
+        torch.set_num_threads(count)
+        results.append(scene.attend(cpu))
+    torch.set_num_threads(1)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unused_memory_never_contributes(cpu: CpuOps, dtype: torch.dtype) -> None:
+    results = [Scene(MIXED, dtype=dtype, poison=poison).attend(cpu) for poison in (torch.nan, torch.inf, 7.0)]
+    assert results[0].isfinite().all()
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_later_tokens_never_contribute(cpu: CpuOps) -> None:
+    scene = Scene([(90, 90)])
+    before = scene.attend(cpu)
+    late = scene.batch([(0, 50, 90)]).slots
+    scene.kv.k[late // 16, :, late % 16] = torch.nan
+    scene.kv.v[late // 16, :, late % 16] = torch.nan
+    after = scene.attend(cpu)
+    assert torch.equal(after[:50], before[:50]) and after[50:].isnan().all()
+
+
+def test_poison_is_seen_by_a_kernel_that_reads_too_far(cpu: CpuOps) -> None:
+    scene = Scene([(1, 33)])
+    batch = scene.batch([(0, 32, 33)])
+    batch.context_lens += 1
+    assert cpu.attention(scene.tokens[0][32:], scene.kv, batch, scene.heads).isnan().all()
+
+
+def test_write_kv_touches_its_slots_only(cpu: CpuOps) -> None:
+    scene = Scene([(1, 20)], heads=Heads(4, 2, 16))
+    heads, kv = scene.heads, scene.kv
+    assert int(kv.k.isnan().logical_not().sum()) == 20 * 2 * 16
+    block, offset = scene.blocks[0][19 // 16], 19 % 16
+    expected = scene.tokens[0][19].view(-1, 16)[4:]
+    assert torch.equal(kv.k[block, :, offset], expected[:2]) and torch.equal(kv.v[block, :, offset], expected[2:])
+    assert heads.num_kv_heads == 2
+
+
+# --- the rest -----------------------------------------------------------------------------------------------------
+
+
+def test_there_is_one_pool_of_threads() -> None:
+    CpuOps().silu_mul(random(64, 2048))
+    maps = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
+    assert len({line.split()[-1] for line in maps if "gomp" in line or "libomp" in line or "iomp" in line}) == 1
+
+
+def test_impossible_sizes_are_refused() -> None:
+    kernels = _kernels.Kernels()
+    with pytest.raises(ValueError, match="head_dim"):
+        kernels.attention(0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 24, 16, 1, 1, 1.0, 0)
+    with pytest.raises(ValueError, match="positive"):
+        kernels.linear(0, 0, 0, 0, 0, 1, 1, 0, 0)
+    with pytest.raises(ValueError, match="dtype"):
+        kernels.silu_mul(0, 0, 1, 1, 2)
+    with pytest.raises(ValueError, match="level"):
+        _kernels.Kernels("v9")
+
+
+def test_operators_are_opened_by_device() -> None:
+    assert open_ops("cpu").row_invariant and not open_ops("reference").row_invariant
+    with pytest.raises(DeviceError, match="cpu"):
+        open_ops("abacus")
