@@ -85,6 +85,15 @@ def test_a_match_goes_on_after_the_blocks_held_already() -> None:
     bench.finish(table)
 
 
+def test_a_table_that_was_shrunk_matches_its_own_blocks_again() -> None:
+    bench = Bench()
+    table = bench.run(PROMPT)
+    bench.cache.shrink(table, 1)
+    assert table.num_published == 1
+    assert bench.cache.match(table, PROMPT) == 8 and len(table.blocks) == 2
+    bench.finish(table)
+
+
 def test_a_match_adds_nothing_behind_a_block_of_its_own() -> None:
     bench = Bench()
     other = bench.cache.open()
@@ -314,6 +323,36 @@ def test_spares_give_way_before_prefixes() -> None:
     assert bench.cache.bands()["kv_spare"] > 0
     assert bench.cache.grow(bench.cache.open(), 3 * 4)
     assert bench.cache.counters.evicted_blocks == 0
+
+
+def test_a_spare_that_completes_no_block_is_given_up_for_a_page_that_does() -> None:
+    bench = Bench(spec_of(64, 16))
+    running = bench.run([1] * 4)
+    bench.finish(bench.run([2] * 32, publish=False))
+    bench.cache.forget_bytes(9 * 64)
+    bench.step()
+    assert bench.cache.bands()["kv_spare"] == 64, "the narrow tensor's last page"
+    bench.cache.set_limit(3 * 64)
+    assert bench.cache.fits(1, running) and bench.cache.grow(running, 8)
+    assert len(bench.step().unmap) == 1 and bench.cache.bands()["mapped"] == 3 * 64
+    bench.finish(running)
+
+
+def test_whoever_is_alone_clears_a_scattered_cache_and_packs() -> None:
+    bench = Bench(spec_of(64, 16), spare_pages=0)
+    first, gap, last = (bench.run([token] * length) for token, length in ((1, 4), (2, 13), (3, 4)))
+    bench.cache.shrink(gap, 0)
+    bench.cache.forget_all()
+    for table, token in ((first, 1), (last, 3)):
+        bench.cache.release(table)
+        bench.finish(bench.run([token] * 5))
+    bench.step()
+    bench.cache.set_limit(5 * 64)
+    table = bench.cache.open()
+    assert bench.cache.fits(4) and bench.cache.grow(table, 16)
+    bench.step()
+    assert bench.cache.bands()["mapped"] == 5 * 64 and not bench.cache.fits(1)
+    bench.finish(table)
 
 
 def test_blocks_in_use_or_under_transfer_survive_an_eviction_storm() -> None:
