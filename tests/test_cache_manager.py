@@ -333,9 +333,10 @@ def test_a_spare_that_completes_no_block_is_given_up_for_a_page_that_does() -> N
     bench.step()
     assert bench.cache.bands()["kv_spare"] == 64, "the narrow tensor's last page"
     bench.cache.set_limit(3 * 64)
-    assert bench.cache.fits(1, running) and bench.cache.grow(running, 8)
+    table = bench.cache.open()
+    assert bench.cache.fits(1, table) and bench.cache.grow(table, 4)
     assert len(bench.step().unmap) == 1 and bench.cache.bands()["mapped"] == 3 * 64
-    bench.finish(running)
+    bench.finish(running, table)
 
 
 def test_whoever_is_alone_clears_a_scattered_cache_and_packs() -> None:
