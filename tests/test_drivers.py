@@ -143,6 +143,35 @@ def test_adjacent_pages_share_one_mapping(driver: Driver, pages: list[int]) -> N
     assert count_vmas(pages[0], RANGE_PAGES * size) == empty + 2 == driver.usage()["vmas"]
 
 
+def places(driver: Driver, handles: list[int]) -> list[int]:
+    """Where in the memory file, in pages."""
+    found = []
+    for handle in handles:
+        fd, offset, nbytes = driver.export(handle)
+        os.close(fd)
+        found.append(offset // nbytes)
+    return found
+
+
+def test_places_are_given_out_in_runs(driver: Driver) -> None:
+    handles = driver.create(8)
+    assert places(driver, handles) == list(range(8))
+    for freed in (6, 5, 4, 1):
+        driver.destroy([handles[freed]])
+    assert places(driver, driver.create(3)) == [4, 5, 6]
+    assert places(driver, driver.create(2)) == [8, 9], "a whole run rather than the first gaps"
+    assert places(driver, driver.create(1)) == [1]
+
+
+def test_places_are_pieced_together_when_no_run_is_long_enough(kind: str) -> None:
+    driver = open_kind(kind, pages=16)  # four times as many places
+    for _ in range(8):
+        driver.destroy(driver.create(8)[:7])
+    assert places(driver, driver.create(8)) == [0, 1, 2, 3, 4, 5, 6, 8]
+    assert driver.memfd_bytes() == 16 * page_bytes_of(driver)
+    driver.close()
+
+
 def test_huge_pages_are_mapped_whole() -> None:
     driver = open_kind("host-huge")
     size = page_bytes_of(driver)
