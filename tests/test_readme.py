@@ -32,7 +32,7 @@ OF_OTHER_PROGRAMS = {
     "no-build-isolation",
     "no-deps",
 }
-OF_OTHER_PROGRAMS |= {"wheel-dir", "dist", "check", "fix", "strict"}
+OF_OTHER_PROGRAMS |= {"no-loadscope-reorder", "wheel-dir", "dist", "check", "fix", "strict"}
 
 
 def blocks(language: str) -> list[str]:
