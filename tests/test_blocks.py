@@ -7,8 +7,10 @@ import random
 import pytest
 from cache_ops import spec_of
 
-from xllm_cli.cache.blocks import CACHED, COLD, HELD, PADDING, READY, BlockPool, runs_of
-from xllm_cli.cache.residency import AlwaysResident, Residency
+from xllm_cli.cache.blocks import CACHED, COLD, HELD, PADDING, READY, BlockPool
+from xllm_cli.cache.pages import runs_of
+from xllm_cli.cache.physical import AlwaysResident
+from xllm_cli.cache.residency import Residency
 
 
 def make_pool(*widths: int, page_bytes: int = 8, num_blocks: int = 64, padding: bool = False) -> BlockPool:

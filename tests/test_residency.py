@@ -8,7 +8,8 @@ import pytest
 from cache_ops import spec_of
 
 from xllm_cli.cache.pages import Geometry, Opening, WidthPages
-from xllm_cli.cache.residency import AlwaysResident, Residency
+from xllm_cli.cache.physical import AlwaysResident
+from xllm_cli.cache.residency import Residency
 from xllm_cli.core import PageDelta, PageRef
 
 

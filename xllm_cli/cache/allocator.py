@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from xllm_cli.cache.account import Account, GrowthGate
-from xllm_cli.cache.blocks import BlockPool, Cold, runs_of
+from xllm_cli.cache.blocks import BlockPool, Cold
+from xllm_cli.cache.pages import runs_of
 from xllm_cli.cache.prefix import Entry, PrefixIndex
 from xllm_cli.cache.report import CacheCounters
 from xllm_cli.cache.residency import Residency, Spare

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from xllm_cli.cache.pages import Run
+from xllm_cli.cache.pages import Run, runs_of
 from xllm_cli.cache.placement import Placement
 from xllm_cli.cache.prefix import BlockKey, Entry
 from xllm_cli.cache.residency import Residency, Spare
@@ -334,19 +334,3 @@ class BlockPool:
         assert present == {b for b in free if states[b] == READY}, "ready blocks are not those whose pages are present"
         assert self._cold_from <= self._next_cold(0), "a cold block lies below the first looked at"
         self._residency.check(runs_of(b for b, state in enumerate(states) if state in (HELD, CACHED, PADDING)))
-
-
-def runs_of(blocks: Iterable[int]) -> list[Run]:
-    """Consecutive ascending ids joined, in the order given."""
-    runs: list[Run] = []
-    start = stop = -1
-    for block in blocks:
-        if block == stop:
-            stop += 1
-            continue
-        if start >= 0:
-            runs.append((start, stop))
-        start, stop = block, block + 1
-    if start >= 0:
-        runs.append((start, stop))
-    return runs

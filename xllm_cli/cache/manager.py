@@ -16,10 +16,12 @@ from xllm_cli.cache.account import Account
 from xllm_cli.cache.allocator import Allocator
 from xllm_cli.cache.blocks import BlockPool, BlockTable
 from xllm_cli.cache.budget import Headroom, Limits, Usage
+from xllm_cli.cache.matching import PrefixMatcher
 from xllm_cli.cache.options import CacheOptions
+from xllm_cli.cache.physical import AlwaysResident
 from xllm_cli.cache.prefix import KeyMaker
 from xllm_cli.cache.report import bands
-from xllm_cli.cache.residency import QUICK_RETRIES, AlwaysResident, Residency
+from xllm_cli.cache.residency import QUICK_RETRIES, Residency
 from xllm_cli.core import CacheSpec, MediaSpan, Observation, PageDelta, PageRef
 
 
@@ -58,8 +60,10 @@ class CacheManager:
         self._residency = residency
         self.counters = self._allocator.counters
         self._index = self._allocator.index
-        self._keys = KeyMaker(block_size=spec.block_size, seed=prefix_seed or 0, lookahead=options.lookahead)
-        self._caches_prefixes = prefix_seed is not None
+        keys = None
+        if prefix_seed is not None:
+            keys = KeyMaker(block_size=spec.block_size, seed=prefix_seed, lookahead=options.lookahead)
+        self._matcher = PrefixMatcher(self._index, self._pool, keys)
         self._clock = options.clock
         self._holds: dict[int, list[int]] = {}
 
@@ -75,31 +79,8 @@ class CacheManager:
         A multiple of block_size, and less than `len(tokens)`: the last token is always left to compute. Continues
         after the blocks held already; while one of them is not published there is nothing to add.
         """
-        if not self._renew(table):
-            return 0
-        self._drop_forgotten(table)
-        block_size = self.spec.block_size
-        first = len(table.chain)
-        if first == len(table.blocks):
-            limit = min((len(tokens) - 1) // block_size, self._keys.num_full(len(tokens)))
-            self._keys.extend(table.keys, tokens, limit, media=table.media, salt=table.salt)
-            self._follow(table, limit)
-            if not first:
-                table.cached_tokens = len(table.chain) * block_size
-                table.queried_tokens = len(tokens)
-        return len(table.chain) * block_size
-
-    def _follow(self, table: BlockTable, limit: int) -> None:
-        parent = table.chain[-1] if table.chain else None
-        for key in table.keys[len(table.chain) : limit]:
-            entry = self._index.find(parent, key)
-            if entry is None:
-                break
-            self._pool.retain(entry.block)
-            self._index.make_used(entry)
-            table.blocks.append(entry.block)
-            table.chain.append(entry)
-            parent = entry
+        self._matcher.match(table, tokens)
+        return table.num_published * self.spec.block_size
 
     def fits(self, num_blocks: int, table: BlockTable | None = None) -> bool:
         """Whether grow() could give `table` (None: a new one) so many more blocks now. Changes nothing."""
@@ -135,43 +116,11 @@ class CacheManager:
         `provisional`: the running plan writes it. Rows of the same plan may match it; publishing again without
         `provisional` confirms, withdraw() takes it back. A block whose prefix is present already stays private.
         """
-        if not self._renew(table):
-            return
-        self._drop_forgotten(table)
-        count = min(num_written // self.spec.block_size, self._keys.num_full(len(tokens)), len(table.blocks))
-        if not provisional:
-            self._confirm(table, count)
-        if count > len(table.chain):
-            self._keys.extend(table.keys, tokens, count, media=table.media, salt=table.salt)
-            for block in range(len(table.chain), count):
-                parent = table.chain[-1] if table.chain else None
-                entry = self._index.publish(parent, table.keys[block], table.blocks[block], provisional=provisional)
-                if entry is None:
-                    break
-                table.chain.append(entry)
-
-    def _confirm(self, table: BlockTable, count: int) -> None:
-        for block in range(min(count, len(table.chain)) - 1, -1, -1):
-            entry = table.chain[block]
-            if not entry.provisional:
-                break
-            if entry.block == table.blocks[block]:
-                self._index.confirm(entry)
+        self._matcher.publish(table, tokens, num_written, provisional=provisional)
 
     def withdraw(self) -> None:
         """Take back every provisional publication: the plan did not run. Their blocks stay with their holders."""
         self._allocator.withdraw()
-
-    def _renew(self, table: BlockTable) -> bool:
-        """Whether the table may use the index: its blocks, if any, are not older than the last forget_all."""
-        if not table.blocks:
-            table.epoch = self._index.epoch
-        return self._caches_prefixes and table.epoch == self._index.epoch
-
-    def _drop_forgotten(self, table: BlockTable) -> None:
-        """Entries forgotten under a table are published again, from its own blocks, by the next publish()."""
-        while table.chain and not table.chain[-1].alive:
-            table.chain.pop()
 
     def release(self, table: BlockTable) -> None:
         """Drop all of a table's references; its published blocks stay cached. Doing it twice changes nothing."""

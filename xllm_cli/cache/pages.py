@@ -10,7 +10,7 @@ Knows neither who holds a block nor why a page changes.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 Run = tuple[int, int]
@@ -18,6 +18,22 @@ Run = tuple[int, int]
 
 NO_BLOCK = 1 << 62
 """Above every block id."""
+
+
+def runs_of(blocks: Iterable[int]) -> list[Run]:
+    """Consecutive ascending ids joined, in the order given."""
+    runs: list[Run] = []
+    start = stop = -1
+    for block in blocks:
+        if block == stop:
+            stop += 1
+            continue
+        if start >= 0:
+            runs.append((start, stop))
+        start, stop = block, block + 1
+    if start >= 0:
+        runs.append((start, stop))
+    return runs
 
 
 class Geometry(NamedTuple):

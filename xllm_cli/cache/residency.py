@@ -25,7 +25,6 @@ SPARE_SECONDS = 1.0
 QUICK_RETRIES = 3
 """Failed unmaps in a row of one page after which the rank is unhealthy and retries come only once a second."""
 RETRY_SECONDS = 1.0
-RESIDENT_GROUP = 64
 
 Spare = tuple[int, int]
 """A spare page as (index of its width, page)."""
@@ -312,35 +311,3 @@ def _check_lists(pages: WidthPages) -> None:
         unwanted = (page in pages.spares) + (page in pages.leaving)
         assert unwanted == (live == 0 and mapped > 0), f"page {page} must be spare or leaving exactly when unwanted"
         assert page not in pages.spares or (mapped == every and page not in pages.stuck), f"page {page} is no spare"
-
-
-class AlwaysResident(Residency):
-    """The physical KV cache: every block of `num_blocks` has its memory from the start, and nothing ever moves."""
-
-    reclaims = False
-
-    def __init__(self, spec: CacheSpec, *, num_blocks: int) -> None:
-        super().__init__(spec, page_bytes=1, spare_pages=0)
-        self.mapped_pages = num_blocks * spec.bytes_per_block
-
-    @property
-    def geometry(self) -> Geometry:
-        return Geometry(1, RESIDENT_GROUP)
-
-    def retain(self, start: int, stop: int) -> None:
-        pass
-
-    def release(self, start: int, stop: int) -> None:
-        pass
-
-    def present_runs(self, run: Run) -> list[Run]:
-        return [run]
-
-    def opening(self, gone: Collection[Spare] = ()) -> Opening:
-        return Opening(())
-
-    def pages_of(self, runs: Iterable[Run]) -> int:
-        return 0
-
-    def check(self, live_runs: Sequence[Run]) -> None:
-        assert not self.changed
