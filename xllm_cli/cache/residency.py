@@ -262,6 +262,8 @@ class Residency:
 
     def next_deadline(self, now: float) -> float | None:
         """When a delta will be due without any block moving; `now` when one is due already."""
+        if self.spare_pages > self.max_spare_pages:
+            return now
         due: list[float] = []
         for pages in self.widths:
             if pages.missing or any(pages.leaving.values()):
