@@ -6,7 +6,6 @@ with LLM("/models/smollm2", enable_vmm_kvcache=True, vmm_elastic=True) as llm:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +80,7 @@ class LLM:
         while self._engine.has_work:
             for output in self._engine.step().outputs:
                 answers[output.request_id].take(output)
-            time.sleep(self._engine.seconds_until_due() or 0)
+            self._engine.rest()
 
     def _with_end_tokens(self, params: SamplingParams) -> SamplingParams:
         if params.ignore_eos:

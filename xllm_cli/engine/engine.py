@@ -116,8 +116,13 @@ class Engine:
         outputs: list[Output] = []
         while self.has_work and self._clock() < deadline:
             outputs += self.step().outputs
-            time.sleep(self.seconds_until_due() or 0)
+            self.rest()
         return outputs
+
+    def rest(self) -> None:
+        """Sleep until the next step is due; not at all while rows run or nothing is asked for."""
+        if self.has_work:
+            time.sleep(self.seconds_until_due() or 0)
 
     def start_counting(self) -> None:
         """The engine is ready: forget what the start-up cached and counted."""
