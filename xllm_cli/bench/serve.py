@@ -74,9 +74,7 @@ def serve(  # noqa: PLR0913  click passes one argument per option
     server_flags: tuple[str, ...],
 ) -> None:
     """Tokens per second, time to the first token and between tokens, start-up time. Further flags go to the servers."""
-    workloads = [
-        Workload(count, max(4, 2 * count), prompt_tokens, output_tokens) for count in parse_counts(concurrency)
-    ]
+    workloads = [Workload(count, max(4, count), prompt_tokens, output_tokens) for count in parse_counts(concurrency)]
     with unwinding_on_sigterm(), contextlib.ExitStack() as stack:
         if url:
             addresses, starts = {"server": parse_url(url)}, {}
