@@ -35,7 +35,7 @@ serve: setup
 # Two workers, a file of tests at a time in tests/conftest.py's order, each with one arithmetic thread: tests of threads
 # set their own number.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
