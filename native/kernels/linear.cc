@@ -6,6 +6,7 @@
 namespace xllm::XLLM_LEVEL {
 namespace {
 
+constexpr int64_t kAhead = 64;  // k steps between a prefetch and the use of a weight
 constexpr int64_t kChunkFloats = 64 * 1024;  // of x: a chunk of rows stays in the second-level cache
 
 /// x as f32 rows of `depth`: itself, or its copy in scratch.
@@ -28,10 +29,16 @@ void panel_times_rows(const LinearArgs& a, const float* x, int64_t panel, int64_
   Out* out = static_cast<Out*>(a.out) + column;
   const Group bias = a.bias ? load_some(a.bias + column, count) : Group{};
   for_tiles(num_rows, [&](int64_t offset, int rows) {
+    // The first tile brings the panel into the cache, a little ahead of itself; the last one fetches the next panel.
+    const int64_t ahead = offset == 0 ? kAhead * kGroup : offset + rows == num_rows ? a.depth * kGroup : 0;
     with_rows(rows, [&]<int R>(Rows<R> n) {
       Group acc[R] = {};
       const int64_t row = first + offset;
-      accumulate(n, x + row * a.depth, a.depth, a.depth, [&](int64_t k) { return weight + k * kGroup; }, acc);
+      const auto columns = [&](int64_t k) {
+        __builtin_prefetch(weight + k * kGroup + ahead);
+        return weight + k * kGroup;
+      };
+      accumulate(n, x + row * a.depth, a.depth, a.depth, columns, acc);
       for (int r = 0; r < R; ++r) {
         if (a.bias)
           for (int i = 0; i < kParts; ++i) acc[r].part[i] += bias.part[i];

@@ -123,17 +123,50 @@ void transpose_keys(const T* const* rows, int64_t head_dim, float* keys) {
     }
 }
 
-inline void score_tile(const AttentionArgs& a, const Unit& u, const Workspace& w) {
-  for (int64_t column = 0; column < kTile; column += kGroup)
+/// The keys and values of one tile.
+template <class T>
+struct Tile {
+  const T* k[kTile];
+  const T* v[kTile];
+  int64_t start, count;
+};
+
+/// Find the tile at `start` of a context that ends at `end`; beyond the end its count is not positive.
+template <class T>
+void find_tile(const AttentionArgs& a, const Unit& u, int64_t start, int64_t end, Tile<T>& tile) {
+  tile.start = start;
+  tile.count = end - start < kTile ? end - start : kTile;
+  if (tile.count <= 0) return;
+  token_rows(a, u, a.k, start, tile.count, tile.k);
+  token_rows(a, u, a.v, start, tile.count, tile.v);
+}
+
+/// w.scores = queries · keys. Meanwhile the next tile's keys, then its values, are asked from memory, evenly over the
+/// products: all at once they would fill the processor's miss buffers and stall it. (Half a tile at least is contiguous.)
+template <class T>
+void score_tile(const AttentionArgs& a, const Unit& u, const Workspace& w, const Tile<T>& next) {
+  for (int64_t column = 0; column < kTile; column += kGroup) {
+    const T* const* rows = column == 0 ? next.k : next.v;
+    const bool fetch = next.count > 0;
+    const T* lower = fetch ? rows[0] : static_cast<const T*>(a.q);
+    const T* upper = fetch ? rows[kTile / 2] - kTile / 2 * a.head_dim : lower;
+    const int64_t step = fetch ? kTile : 0;
     for_tiles(u.rows, [&](int64_t first, int rows) {
       with_rows(rows, [&]<int R>(Rows<R> n) {
         Group acc[R] = {};
         const float* keys = w.keys + column;
-        accumulate(n, w.query + first * a.head_dim, a.head_dim, a.head_dim, [&](int64_t d) { return keys + d * kTile; },
-                   acc);
+        const int64_t half = a.head_dim / 2;
+        const auto columns = [&](int64_t d) {
+          const T* line = (d < half ? lower : upper) + d * step;
+          __builtin_prefetch(line);
+          if constexpr (sizeof(T) == 4) __builtin_prefetch(line + kTile / 2);
+          return keys + d * kTile;
+        };
+        accumulate(n, w.query + first * a.head_dim, a.head_dim, a.head_dim, columns, acc);
         for (int r = 0; r < R; ++r) store_group(w.scores + (first + r) * kTile + column, acc[r]);
       });
     });
+  }
 }
 
 /// One row of the online softmax: scores of the first `valid` tokens become weights, the rest zeros.
@@ -215,15 +248,15 @@ void attend_split(const AttentionArgs& a, const Unit& u, int64_t split, const Wo
   clear(a, u, s);
   const int64_t last = limit_of(a, u, u.rows - 1);
   const int64_t end = (split + 1) * kSplit < last ? (split + 1) * kSplit : last;
-  for (int64_t start = split * kSplit; start < end; start += kTile) {
-    const int64_t count = end - start < kTile ? end - start : kTile;
-    const T* k[kTile];
-    const T* v[kTile];
-    token_rows(a, u, a.k, start, count, k);
-    token_rows(a, u, a.v, start, count, v);
-    transpose_keys(k, a.head_dim, w.keys);
-    score_tile(a, u, w);
-    weigh_tile(a, u, w, s, start, v);
+  Tile<T> tiles[2];
+  int current = 0;
+  find_tile(a, u, split * kSplit, last, tiles[0]);
+  for (; tiles[current].start < end; current = 1 - current) {
+    const Tile<T>&tile = tiles[current], &next = tiles[1 - current];
+    find_tile(a, u, tile.start + kTile, last, tiles[1 - current]);  // perhaps the next split's first
+    transpose_keys(tile.k, a.head_dim, w.keys);
+    score_tile(a, u, w, next);
+    weigh_tile(a, u, w, s, tile.start, tile.v);
   }
 }
 
