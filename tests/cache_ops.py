@@ -181,13 +181,13 @@ class CacheOps:
     def _maintain(self, rows: list[Session], before: dict[Session, tuple[int, int]]) -> None:
         cache = self.cache
         steady = self._settled and self._observe() == cache.observations[0]
-        free = cache.observations[0].free - cache.keep_free()
+        seen = cache.observations[0]
+        free = seen.free_handles + (max(0, seen.free - cache.keep_free()) if cache.limits.elastic else 0)
         delta = cache.plan_delta(self.clock.now)
         mapped, stuck = self._apply(delta)
         self._remember(delta, mapped, stuck)
         if mapped:
             cache.acknowledge(delta, stuck)
-            assert cache.page_bytes == 1 or cache.bands()["mapped"] == len(self._mapped) * cache.page_bytes
             if steady and not stuck and not cache.over_limit_bytes():
                 self._check_caps((len(delta.map) - len(delta.unmap)) * cache.page_bytes, free)
             for session in rows:
@@ -199,6 +199,7 @@ class CacheOps:
                 blocks, session.computed = before[session]
                 cache.shrink(session.table, blocks)
             cache.refuse(delta, stuck)
+        assert cache.page_bytes == 1 or cache.bands()["mapped"] == len(self._mapped) * cache.page_bytes
         cache.observe(self._observe())
         self._settled = mapped
         self.clock.now += 0.004
@@ -274,7 +275,15 @@ class CacheOps:
         for block in session.table.blocks:
             assert self._mapped.issuperset(self._pages_of(block)), f"a row uses block {block}, which is not all mapped"
         for block in range(start // size, session.computed // size):
-            self._memory[session.table.blocks[block]] = (self._generation, *self._content(session, block))
+            self.store(session.table.blocks[block], (self._generation, *self._content(session, block)))
+
+    def store(self, block: int, content: tuple[object, ...]) -> None:
+        """The KV of a block is written; all its pages are mapped."""
+        self._memory[block] = content
+
+    def holds(self, block: int, content: tuple[object, ...]) -> bool:
+        """Whether a block still holds what was stored there."""
+        return self._memory.get(block) == content
 
     def _pages_of(self, block: int) -> Iterator[PageRef]:
         if self.cache.page_bytes > 1:
@@ -286,8 +295,7 @@ class CacheOps:
     def _remember(self, delta: PageDelta, mapped: bool, stuck: Sequence[PageRef]) -> None:
         """Mirror what the ranks did; what lay on a page that went is gone."""
         self._mapped -= set(delta.unmap) - set(stuck)
-        if mapped:
-            self._mapped |= set(delta.map)
+        self._mapped |= set(delta.map) if mapped else set(delta.map) & set(stuck)
         size = self.cache.page_bytes
         for tensor, page in delta.unmap:
             width = self.cache.spec.tensors[tensor].bytes_per_block
@@ -304,5 +312,5 @@ class CacheOps:
     def _check_memory(self, session: Session) -> None:
         """Every block that was hit holds the KV of exactly these tokens, computed since the last forget."""
         for index, block in enumerate(session.table.blocks[: session.computed // self.cache.block_size]):
-            held, wanted = self._memory.get(block), (self._generation, *self._content(session, index))
-            assert held == wanted, f"block {block} was hit for {wanted} and holds {held}"
+            wanted = (self._generation, *self._content(session, index))
+            assert self.holds(block, wanted), f"block {block} was hit for {wanted} and holds something else"
