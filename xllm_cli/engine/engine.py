@@ -107,7 +107,7 @@ class Engine:
         now = self._clock()
         deadline = self._cache.next_deadline(now)
         due = [] if deadline is None else [max(0.0, deadline - now)]
-        if self._scheduler.waiting:
+        if self._is_watching():
             due.append(MEMORY_POLL_SECONDS)
         return min(due, default=None)
 
@@ -206,8 +206,10 @@ class Engine:
                 del self._sequences[output.request_id]
 
     def _is_watching(self) -> bool:
-        """Waiting for memory: an observation may show that it has come."""
-        return bool(self._scheduler.waiting)
+        """Without rows or page changes a step still has work: a request waits for memory, which may have come, or
+        an elastic rank keeps handles that the device did not take back."""
+        surplus = self._cache.limits.elastic and any(seen.free_handles for seen in self._cache.observations)
+        return bool(self._scheduler.waiting) or surplus
 
     def _expire(self) -> list[Output]:
         """503 for the head of the queue once nothing has run for it during memory_wait_seconds."""
