@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.checkpoints import tiny_checkpoint
+from checkpoints import tiny_checkpoint
 from xllm_cli import LLM
 from xllm_cli.core import Request, SamplingParams
 from xllm_cli.vmm.driver import open_driver

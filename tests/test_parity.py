@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import tiny_checkpoint
+from checkpoints import tiny_checkpoint
 from xllm_cli import LLM
 from xllm_cli.core import Counters, SamplingParams
 from xllm_cli.llm import Completion

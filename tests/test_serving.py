@@ -1,0 +1,188 @@
+"""`xllm serve` as its users meet it: real processes, real HTTP, SmolLM2 in elastic virtual memory.
+
+One server for most tests. What it holds is read from outside: /vmm, /metrics and the blocks of the engine's memfds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from checkpoints import tiny_checkpoint
+
+MIB = 1 << 20
+pytestmark = pytest.mark.server
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+
+
+class Serving:
+    """`xllm serve` in a subprocess, and what can be asked of it."""
+
+    def __init__(self, folder: Path, model: Path, *flags: str) -> None:
+        self.log = folder / "serve.log"
+        command = [sys.executable, "-m", "xllm_cli.cli", "serve", f"--model={model}", "--host=127.0.0.1", "--port=0"]
+        with self.log.open("wb") as log:
+            environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+            self.process = subprocess.Popen([*command, *flags], stdout=log, stderr=log, env=environment)
+        self.url = self.wait_for_line(r"xllm is ready on (http://[^:]+:\d+)")[1]
+
+    def wait_for_line(self, pattern: str, seconds: float = 100) -> re.Match[str]:
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.log.read_text())):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+        return found
+
+    def vmm(self) -> dict:
+        return httpx.get(f"{self.url}/vmm", timeout=30).json()
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        return sum(float(v) for v in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+    def wait_until(self, condition: Callable[[dict], bool], seconds: float = 20) -> dict:
+        deadline = time.monotonic() + seconds
+        while not condition(memory := self.vmm()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return memory
+
+    def memfd_bytes(self) -> int:
+        """Bytes really allocated in the memfds of the server's processes."""
+        total = 0
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+                if "/memfd:" in os.readlink(fd):
+                    total += os.stat(fd).st_blocks * 512
+        return total
+
+    def complete(self, **body: object) -> dict:
+        wanted = {"temperature": 0, **body}
+        answer = httpx.post(f"{self.url}/v1/completions", json=wanted, timeout=100)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def serving(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    flags = ("--enable_vmm_kvcache=true", "--vmm_elastic=true", "--max_cache_size=1GiB", "--block_size=16")
+    made = Serving(tmp_path_factory.mktemp("serving"), smollm2, *flags)
+    yield made
+    assert made.stop() == 0, made.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def client(serving: Serving) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0)
+
+
+def test_chat_answers_in_english_streamed_and_not(client: openai.OpenAI):
+    wanted = {"model": "smollm2-135m-instruct", "messages": QUESTION, "temperature": 0, "max_tokens": 24}
+    whole = client.chat.completions.create(**wanted)
+    parts = [c.choices[0].delta.content or "" for c in client.chat.completions.create(**wanted, stream=True)]
+    assert "Paris" in whole.choices[0].message.content
+    assert "".join(parts) == whole.choices[0].message.content
+
+
+def test_completions_from_text_and_from_token_ids_agree(client: openai.OpenAI, serving: Serving):
+    wanted = {"model": "smollm2-135m-instruct", "temperature": 0, "max_tokens": 12}
+    text = client.completions.create(prompt="The capital of France is", **wanted)
+    streamed = client.completions.create(prompt="The capital of France is", stream=True, **wanted)
+    ids = client.completions.create(prompt=[504, 3575, 282, 4649, 314], **wanted)
+    assert text.choices[0].text == "".join(c.choices[0].text for c in streamed if c.choices) == ids.choices[0].text
+    assert "Paris" in text.choices[0].text
+
+
+def test_stop_seed_and_usage(client: openai.OpenAI):
+    wanted = {"model": "smollm2-135m-instruct", "prompt": "Count: one, two, three,", "max_tokens": 30}
+    stopped = client.completions.create(**wanted, temperature=0, stop=[","])
+    seeded = [client.completions.create(**wanted, temperature=1, seed=7).choices[0].text for _ in range(2)]
+    assert "," not in stopped.choices[0].text
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.usage.total_tokens == stopped.usage.prompt_tokens + stopped.usage.completion_tokens
+    assert seeded[0] == seeded[1]
+
+
+def test_concurrent_requests_raise_memory_and_the_repeat_of_a_long_prompt_computes_only_the_rest(serving: Serving):
+    prompts = [[(37 * i + j) % 40000 + 100 for j in range(120)] for i in range(32)]
+    before = serving.vmm()
+    with ThreadPoolExecutor(33) as pool:
+        futures = [pool.submit(serving.complete, prompt=p, max_tokens=16, ignore_eos=True) for p in prompts]
+        peak = before
+        while not all(future.done() for future in futures):
+            peak = max(peak, serving.vmm(), key=lambda memory: memory["mapped"])
+            time.sleep(0.01)
+        assert all(future.result()["usage"]["completion_tokens"] == 16 for future in futures)
+    assert peak["mapped"] > before["mapped"] + 60 * MIB  # 32 × 136 tokens × 22.5 KiB are 96 MiB
+    assert peak["physical"] >= peak["mapped"]
+    long = [(7 * j) % 40000 + 100 for j in range(1000)]
+    serving.complete(prompt=long, max_tokens=2)
+    computed = serving.metric("xllm:prompt_tokens_computed_total")
+    again = serving.complete(prompt=long, max_tokens=2)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 992
+    assert serving.metric("xllm:prompt_tokens_computed_total") - computed == 8
+    idle = serving.wait_until(lambda memory: memory["kv_spare"] == 0)
+    assert idle["kv_live"] == 0 and idle["kv_cached"] > 100 * MIB
+    assert serving.memfd_bytes() == idle["physical"]
+
+
+def test_a_client_that_leaves_gives_its_blocks_back(serving: Serving):
+    with httpx.stream(
+        "POST",
+        f"{serving.url}/v1/completions",
+        json={"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "stream": True},
+        timeout=60,
+    ) as answer:
+        next(answer.iter_lines())
+        assert serving.vmm()["kv_live"] > 0
+    left = serving.wait_until(lambda memory: memory["kv_live"] == 0)
+    assert left["kv_live"] == 0
+    assert serving.metric("vllm:num_requests_running") == 0
+
+
+def test_every_report_adds_up_while_requests_run(serving: Serving):
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(serving.complete, prompt=[i] * 50, max_tokens=20) for i in range(200, 208)]
+        while not all(future.done() for future in futures):
+            m = serving.vmm()
+            assert m["mapped"] == m["kv_live"] + m["kv_cached"] + m["kv_idle"] + m["kv_spare"] + m["weights"]
+            assert m["physical"] == m["mapped"] + m["free_handles"] + m["parked"]
+
+
+def test_a_taken_port_ends_the_second_server_with_3_before_it_loads(smollm2: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "xllm_cli.cli", "serve", f"--model={smollm2}", f"--port={port}"]
+        ended = subprocess.run([*command, "--host=127.0.0.1"], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 3
+    assert f"127.0.0.1:{port}" in ended.stderr.splitlines()[-1]
+
+
+def test_without_prefix_cache_everything_goes_back_and_sigterm_drains(tmp_path: Path):
+    flags = ("--enable_vmm_kvcache=true", "--vmm_elastic=true", "--max_cache_size=256MiB", "--enable_prefix_cache=false")
+    serving = Serving(tmp_path, tiny_checkpoint("llama"), *flags)
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(lambda i: serving.complete(prompt=[i] * 300, max_tokens=100, ignore_eos=True), range(32)))
+        idle = serving.wait_until(lambda memory: memory["physical"] == 0)
+        assert (idle["mapped"], idle["physical"], serving.memfd_bytes()) == (0, 0, 0)
+        last = pool.submit(serving.complete, prompt=[1] * 8, max_tokens=480, ignore_eos=True)
+        serving.wait_until(lambda memory: memory["kv_live"] > 0)
+        assert serving.stop() == 0
+        assert last.result()["usage"]["completion_tokens"] == 480
