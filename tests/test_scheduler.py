@@ -175,6 +175,12 @@ def test_admission_counts_what_running_prefills_were_promised():
     assert second in rig.scheduler.waiting
 
 
+def test_a_request_that_fills_the_whole_memory_is_admitted():
+    rig = Rig(4)
+    only = rig.add(13, max_tokens=4)  # 16 positions in 4 blocks: there is no fifth
+    assert rig.step()[0] == {only.number: 13}
+
+
 def test_rollback_puts_everything_back():
     rig = Rig(20)
     old = rig.add(6)

@@ -190,8 +190,8 @@ class Scheduler:
         if count < 1:
             self.waiting_for = "a step"
             return False
-        promised = sum(self._blocks_missing(s) + 1 for s in self.running if not s.is_decoding)
-        fits = self._cache.fits(promised + self._blocks_missing(sequence) + 1, sequence.table)
+        promised = sum(self._blocks_missing(s) for s in self.running if not s.is_decoding)
+        fits = self._cache.fits(promised + self._blocks_missing(sequence), sequence.table)
         if not fits or not self._cache.grow(sequence.table, sequence.computed + count):
             self.waiting_for = "memory"
             return False
@@ -213,7 +213,10 @@ class Scheduler:
         return min(missing, room) if missing <= room or not draft.entries else 0
 
     def _blocks_missing(self, sequence: Sequence) -> int:
-        return self._cache.blocks_for(len(sequence.tokens)) - len(sequence.table.blocks)
+        """Blocks to finish a prefill and one more to decode into, but no more than its last token will ever need."""
+        cache = self._cache
+        wanted = min(cache.blocks_for(len(sequence.tokens)) + 1, cache.blocks_for(sequence.most_positions))
+        return wanted - len(sequence.table.blocks)
 
     def _add(
         self,

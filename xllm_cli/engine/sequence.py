@@ -44,6 +44,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def most_positions(self) -> int:
+        """Positions whose KV may ever be written: the last token's never is."""
+        return self.num_prompt + self.max_tokens - 1
+
+    @property
     def is_decoding(self) -> bool:
         """Only the newest token's KV is missing."""
         return self.num_generated > 0 and self.computed == len(self.tokens) - 1
