@@ -8,8 +8,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "host_pages.h"
-
 namespace xllm::vmm {
 namespace {
 
@@ -217,7 +215,7 @@ void HostDriver::put_pages(const std::vector<Page>& pages) {
     const Extent extent{offset_of(pages[first].handle), (last - first) * options_.page_bytes};
     const int code = put_extent(file_.get(), extent, pages[first].address, options_.huge);
     if (code == 0) continue;
-    for (std::size_t i = 0; i < last; ++i) cover(pages[i].address, options_.page_bytes);
+    for (std::size_t i = 0; i < last; ++i) spare_.cover(pages[i].address, options_.page_bytes);
     if (code == ENOMEM) throw Shortage(Verb::kMap, code, pages[first].address, std::strerror(code));
     throw Error(Verb::kMap, code, pages[first].address, std::strerror(code));
   }
@@ -253,7 +251,7 @@ std::vector<Address> HostDriver::unmap(std::vector<Address> addresses) {
   for (std::size_t first = 0, last; first < addresses.size(); first = last) {
     for (last = first + 1; last < addresses.size() && addresses[last] == addresses[last - 1] + options_.page_bytes;)
       ++last;
-    const bool covered = cover(addresses[first], (last - first) * options_.page_bytes) == 0;
+    const bool covered = spare_.cover(addresses[first], (last - first) * options_.page_bytes) == 0;
     for (std::size_t i = first; i < last; ++i) {
       if (covered) {
         erase(addresses[i]);
@@ -292,7 +290,7 @@ std::map<std::string, std::uint64_t> HostDriver::usage() const {
 
 void HostDriver::close() {
   const std::lock_guard lock(mutex_);
-  for (const auto& [address, nbytes] : addresses_.ranges()) cover(address, nbytes);
+  for (const auto& [address, nbytes] : addresses_.ranges()) spare_.cover(address, nbytes);
   addresses_.clear();
   handles_.clear();
   owned_ = 0;

@@ -21,6 +21,7 @@
 #include "address_map.h"
 #include "driver.h"
 #include "host_memory.h"
+#include "host_pages.h"
 #include "slots.h"
 
 namespace xllm::vmm {
@@ -69,6 +70,7 @@ class HostDriver final : public Driver {
   std::atomic<std::uint64_t> owned_{0};  // bytes of handles, and of those being created
 
   mutable std::mutex mutex_;  // guards everything below; never held while a page is created
+  SpareMapping spare_;
   Slots slots_;
   std::uint32_t next_serial_ = 1;
   std::unordered_map<Handle, std::uint32_t> handles_;  // → how many addresses it is mapped at

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <utility>
 #include <vector>
 
 #ifndef MADV_POPULATE_WRITE
@@ -22,6 +23,8 @@ namespace {
 
 constexpr std::size_t kPieceBytes = 16 * kHugePage;  // one collapse, one fallocate: bounded time between signals
 constexpr int kRetries = 5;
+
+std::size_t page_size() { return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)); }
 
 void* pointer(Address address) {
   return reinterpret_cast<void*>(address);
@@ -72,16 +75,15 @@ void back_chunk(int file, Extent chunk, Address shown, const std::function<bool(
   if (code == 0) return;
   if (code == EBUSY || !has_room) raise_create(code, "no huge page");
   if (!has_room(chunk.nbytes)) raise_create(ENOMEM, "no huge page and not enough free memory for small ones");
-  punch_hole(file, chunk);  // the kernel is out of huge pages only: memory is fragmented
-  back_small(file, chunk);
+  back_small(file, chunk);  // the kernel is out of huge pages only: memory is fragmented
 }
 
 void back_piece(int file, Extent piece, StagingWindow& window, const std::function<bool(std::size_t)>& has_room) {
   const Address shown = window.show(file, piece);
-  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   // Populated by the kernel, not by a store of ours: running out here is an errno, not a SIGBUS.
   for (std::size_t at = 0; at < piece.nbytes; at += kHugePage) {
-    if (const int code = advise(shown + at, page, MADV_POPULATE_WRITE)) raise_create(code, "populate the first page");
+    if (const int code = advise(shown + at, page_size(), MADV_POPULATE_WRITE))
+      raise_create(code, "populate the first page");
   }
   const int code = advise(shown, piece.nbytes, MADV_COLLAPSE);
   if (code == 0) return;
@@ -96,6 +98,11 @@ void for_each_piece(Extent extent, Action action) {
   for (std::size_t at = 0; at < extent.nbytes; at += kPieceBytes) {
     action(Extent{extent.offset + at, std::min(kPieceBytes, extent.nbytes - at)});
   }
+}
+
+int cover_once(Address address, std::size_t nbytes) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
+  return ::mmap(pointer(address), nbytes, PROT_NONE, flags, -1, 0) == MAP_FAILED ? errno : 0;
 }
 
 int allocate(int file, int mode, Extent extent) {
@@ -180,11 +187,28 @@ int put_extent(int file, Extent extent, Address address, bool huge) {
   return huge ? advise(address, extent.nbytes, MADV_POPULATE_WRITE) : 0;
 }
 
-int cover(Address address, std::size_t nbytes) {
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
-  if (::mmap(pointer(address), nbytes, PROT_NONE, flags, -1, 0) != MAP_FAILED) return 0;
-  // At the kernel's limit of mappings even replacing one fails; changing its protection in place needs no new one.
-  return ::mprotect(pointer(address), nbytes, PROT_NONE) == 0 ? 0 : errno;
+SpareMapping::SpareMapping() { take(); }
+
+SpareMapping::~SpareMapping() { give(); }
+
+void SpareMapping::take() {
+  void* const spare =
+      ::mmap(nullptr, page_size(), PROT_NONE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);  // shared: never merged
+  address_ = spare == MAP_FAILED ? 0 : reinterpret_cast<Address>(spare);
+}
+
+void SpareMapping::give() {
+  if (address_ != 0) ::munmap(pointer(std::exchange(address_, 0)), page_size());
+}
+
+int SpareMapping::cover(Address address, std::size_t nbytes) {
+  int code = cover_once(address, nbytes);
+  if (code == 0) return 0;
+  give();
+  code = cover_once(address, nbytes);
+  take();
+  // The last resort needs no new mapping, but the entry of the old one stays.
+  return code == 0 || ::mprotect(pointer(address), nbytes, PROT_NONE) == 0 ? 0 : code;
 }
 
 }  // namespace xllm::vmm

@@ -62,7 +62,23 @@ int release_space(Address address, std::size_t nbytes);
 // Puts the extent at `address` and fills the page tables. On failure the address is to be covered.
 int put_extent(int file, Extent extent, Address address, bool huge);
 
-// Makes the range inaccessible; its pages lose this mapping.
-int cover(Address address, std::size_t nbytes);
+// Takes pages out of a range. At the kernel's limit of mappings even replacing one fails, though the result would need
+// fewer: an idle mapping of one page is kept to be given up in that moment.
+class SpareMapping {
+ public:
+  SpareMapping();
+  SpareMapping(const SpareMapping&) = delete;
+  SpareMapping& operator=(const SpareMapping&) = delete;
+  ~SpareMapping();
+
+  // Makes the range inaccessible; its pages lose this mapping. On failure nothing has changed.
+  int cover(Address address, std::size_t nbytes);
+
+ private:
+  void take();
+  void give();
+
+  Address address_ = 0;
+};
 
 }  // namespace xllm::vmm
