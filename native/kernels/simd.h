@@ -51,7 +51,7 @@ XLLM_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #elif defined(__FMA__)
   return _mm256_fmadd_ps(a, b, c);
 #elif defined(__aarch64__)
-  return vfmaq_f32(c, a, b);
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
@@ -114,9 +114,15 @@ XLLM_INLINE Group splat_group(float x) {
 /// Lane i becomes lane (i + by) mod kLanes.
 template <int By>
 XLLM_INLINE Vec rotate(Vec v) {
+#if defined(__clang__)
+  Vec turned;
+  for (int i = 0; i < kLanes; ++i) turned[i] = v[(i + By) % kLanes];
+  return turned;
+#else
   IntVec from;
   for (int i = 0; i < kLanes; ++i) from[i] = (i + By) % kLanes;
   return __builtin_shuffle(v, from);
+#endif
 }
 
 /// All lanes in one by halving: pairs (i, i + 8), then (i, i + 4), (i, i + 2), (i, i + 1), whatever the registers' width.

@@ -78,24 +78,32 @@ void token_rows(const AttentionArgs& a, const Unit& u, const void* base, int64_t
 
 typedef uint32_t Octet __attribute__((vector_size(32)));
 
-/// Eight by eight 32-bit elements, transposed.
+#if defined(__clang__)
+#define XLLM_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else  // __builtin_shufflevector came with GCC 12 only
+#define XLLM_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Octet{__VA_ARGS__})
+#endif
+
+/// Eight by eight 32-bit elements, transposed: pairs, then pairs of pairs, then halves.
 XLLM_INLINE void transpose(Octet* r) {
   Octet s[8];
   for (int i = 0; i < 8; i += 2) {
-    s[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-    s[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    s[i] = XLLM_SHUFFLE(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    s[i + 1] = XLLM_SHUFFLE(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
   }
   for (int i = 0; i < 8; i += 4)
     for (int j = 0; j < 2; ++j) {
-      r[i + 2 * j] = __builtin_shufflevector(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-      r[i + 2 * j + 1] = __builtin_shufflevector(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+      r[i + 2 * j] = XLLM_SHUFFLE(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      r[i + 2 * j + 1] = XLLM_SHUFFLE(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
     }
   for (int i = 0; i < 4; ++i) {
-    s[i] = __builtin_shufflevector(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    s[i + 4] = __builtin_shufflevector(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    s[i] = XLLM_SHUFFLE(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    s[i + 4] = XLLM_SHUFFLE(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
   }
   for (int i = 0; i < 8; ++i) r[i] = s[i];
 }
+
+#undef XLLM_SHUFFLE
 
 XLLM_INLINE void store_dims(const float*, const Octet* r, float* keys) {
   for (int i = 0; i < 8; ++i) std::memcpy(keys + i * kTile, &r[i], sizeof r[i]);
