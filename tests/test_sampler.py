@@ -102,3 +102,11 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert answer.logprob == pytest.approx(expected[answer.token_id], abs=1e-9)
     assert [i for i, _ in answer.top] == np.argsort(-logits[0])[:3].tolist()
     assert sum(np.exp(lp) for _, lp in sample(logits, [RowSampling(logprobs=VOCABULARY)])[0].top) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forbidding_ids_that_do_not_exist_forbids_nothing(temperature: float):
+    logits = logits_of(5)
+    free = RowSampling(temperature=temperature, seed=3)
+    odd = RowSampling(temperature=temperature, seed=3, forbidden=(VOCABULARY, 2**31 - 1, -1))
+    assert sample(logits, [odd]) == sample(logits, [free])

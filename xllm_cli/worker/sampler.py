@@ -45,7 +45,8 @@ def _sample_row(logits: _FLOAT_ROW, row: RowSampling) -> TokenLogprob:
     raw = logits
     if row.forbidden:
         logits = logits.copy()
-        logits[list(row.forbidden)] = -np.inf
+        # clients may list ids that do not exist: nothing to forbid then
+        logits[[token for token in row.forbidden if 0 <= token < len(logits)]] = -np.inf
     token = int(logits.argmax()) if row.temperature == 0 or row.top_k == 1 else _draw(logits, row)
     if row.logprobs is None:
         return TokenLogprob(token, 0.0)
