@@ -62,9 +62,7 @@ class KvStore(Protocol):
 class VirtualKvStore:
     """KV tensors in arenas of a page pool."""
 
-    def __init__(
-        self, arenas: Sequence[Arena], pool: PagePool, page_bytes: int, *, fence: Callable[[], None]
-    ) -> None:
+    def __init__(self, arenas: Sequence[Arena], pool: PagePool, page_bytes: int, *, fence: Callable[[], None]) -> None:
         """`fence` returns when the device no longer works on any page: nothing is unmapped before."""
         self._fence = fence
         self._arenas = list(arenas)
