@@ -85,6 +85,14 @@ def test_types_are_converted(stored: torch.dtype, wanted: torch.dtype) -> None:
     assert read.dtype == wanted and read.is_contiguous() and torch.equal(read, tensor.T.to(wanted))
 
 
+def test_kept_tensors_are_not_the_files_memory(tmp_path: Path) -> None:
+    shard({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path, 1)
+    checkpoint = open_checkpoint(tmp_path)
+    kept = WeightReader(checkpoint, torch.float32).keep("b", 3)
+    checkpoint.close()
+    assert "model-00001-of-00001" not in Path("/proc/self/maps").read_text() and kept.sum() == 3
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -47,7 +47,7 @@ class Llama:
         table = (config.vocab_size, config.hidden_size)
         self.embedding = ops.pack_embedding(reader.read("model.embed_tokens.weight", *table))
         self.layers = [self._load_layer(reader, f"model.layers.{i}.") for i in range(config.num_layers)]
-        self.norm = reader.read("model.norm.weight", config.hidden_size)
+        self.norm = reader.keep("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
             self.head = self.embedding
         else:
@@ -68,10 +68,10 @@ class Llama:
 
         qkv = {"self_attn.q_proj": q_width, "self_attn.k_proj": kv_width, "self_attn.v_proj": kv_width}
         return Layer(
-            attention_norm=reader.read(prefix + "input_layernorm.weight", width),
+            attention_norm=reader.keep(prefix + "input_layernorm.weight", width),
             qkv=linear(qkv, width, config.attention_bias),
             output=linear({"self_attn.o_proj": width}, q_width, config.attention_bias),
-            mlp_norm=reader.read(prefix + "post_attention_layernorm.weight", width),
+            mlp_norm=reader.keep(prefix + "post_attention_layernorm.weight", width),
             gate_up=linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, width, config.mlp_bias),
             down=linear({"mlp.down_proj": width}, inner, config.mlp_bias),
         )

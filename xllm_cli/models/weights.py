@@ -22,7 +22,10 @@ class WeightReader:
         return name in self._weights
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
-        """Tensor `name`, contiguous, in the reader's type. ModelError if it is missing or not of `shape`."""
+        """Tensor `name`, contiguous, in the reader's type; to be packed and dropped, for it may be the file's memory.
+
+        ModelError if it is missing or not of `shape`.
+        """
         if name not in self._weights:
             raise ModelError(f"the checkpoint has no tensor {name}")
         tensor = self._weights[name]
@@ -31,6 +34,10 @@ class WeightReader:
             raise ModelError(f"{found}, config.json says {list(shape)}")
         self._read.add(name)
         return tensor.to(self._dtype).contiguous()
+
+    def keep(self, name: str, *shape: int) -> torch.Tensor:
+        """As `read`, for a tensor used as it is: a copy, so that it does not hold the whole file in memory."""
+        return self.read(name, *shape).clone()
 
     def finish(self, *ignored: str) -> None:
         """ModelError if the checkpoint holds a tensor nobody read, unless its name ends with one of `ignored`."""
