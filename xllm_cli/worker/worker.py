@@ -34,8 +34,8 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan. Without its pages no row runs; surplus handles leave only after a step that had them."""
-        self._observer.begin_step()
         outcome = self._store.apply(plan.delta, plan.keep_free)
+        self._observer.begin_step()
         tokens: tuple[TokenLogprob, ...] = ()
         if outcome.mapped:
             tokens = self._run(plan.rows)
@@ -59,4 +59,5 @@ class Worker:
     def close(self) -> bool:
         """Drop the views, then the store; False if pages or views are still in use."""
         self._layers.clear()
+        self._observer.close()
         return self._store.close()
