@@ -184,4 +184,5 @@ def test_without_prefix_cache_everything_goes_back_and_sigterm_drains(tmp_path: 
         serving.wait_until(lambda memory: memory["kv_live"] > 0)
         serving.process.send_signal(signal.SIGTERM)
         assert last.result()["usage"]["completion_tokens"] == 200
+    serving.http.close()
     assert serving.process.wait(60) == 0
