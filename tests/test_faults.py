@@ -137,6 +137,6 @@ def test_a_half_made_delta_is_undone():
 
 
 def test_a_store_that_forgets_to_undo_is_caught(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(VirtualKvStore, "_mapped_of", lambda self, pages: [])
+    monkeypatch.setattr(VirtualKvStore, "mapped_of", lambda self, pages: [])
     with pytest.raises(AssertionError):
         check_that_a_half_made_delta_is_undone()

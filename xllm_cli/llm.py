@@ -6,7 +6,7 @@ with LLM("/models/smollm2", enable_vmm_kvcache=True, vmm_elastic=True) as llm:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -50,8 +50,8 @@ class LLM:
     def __init__(self, model: str | Path, *, driver: Driver | None = None, **flags: Any) -> None:
         """`driver` replaces the device's own."""
         config = make_config(model=str(model), **flags)
+        self._tokenizer = Tokenizer.from_folder(Path(model))  # first: should it fail, nothing else is open
         self._engine, self._ready = build_engine(config, lambda phase: None, driver)
-        self._tokenizer = Tokenizer.from_folder(Path(model))
         self._served = 0
 
     def generate(
@@ -60,26 +60,35 @@ class LLM:
         """Run all prompts (texts or token ids) to their end, batched together; answers in the order of the prompts."""
         shared = sampling if isinstance(sampling, SamplingParams) else SamplingParams()
         each = list(sampling) if isinstance(sampling, Sequence) else [shared] * len(prompts)
-        answers: dict[str, Completion] = {}
-        for prompt, params in zip(prompts, each, strict=True):
-            self._served += 1
-            request_id = f"llm-{self._served}"
-            ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            answers[request_id] = Completion(ids)
-            refused = self._engine.submit(
-                Request(request_id=request_id, prompt_ids=ids, sampling=self._with_end_tokens(params))
-            )
-            if refused is not None:
-                answers[request_id].take(refused)
-        self._run(answers)
+        requests = [self._request(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+        answers = {request.request_id: Completion(request.prompt_ids) for request in requests}
+        try:
+            self._run(requests, answers)
+        finally:  # an interrupt or an error in a step: nothing of this call goes on behind the next one's back
+            for request_id in answers:
+                self._engine.abort(request_id)
         for answer in answers.values():
             answer.text = self._text(answer)
         return list(answers.values())
 
-    def _run(self, answers: dict[str, Completion]) -> None:
-        while self._engine.has_work:
-            for output in self._engine.step().outputs:
-                answers[output.request_id].take(output)
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        self._served += 1
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return Request(request_id=f"llm-{self._served}", prompt_ids=ids, sampling=self._with_end_tokens(params))
+
+    def _run(self, requests: Sequence[Request], answers: Mapping[str, Completion]) -> None:
+        """Step until all have ended. Outputs of what the caller submitted to the engine itself are not ours to keep."""
+        refused = [self._engine.submit(request) for request in requests]
+        outputs = [output for output in refused if output is not None]
+        num_open = len(requests)
+        while True:
+            for output in outputs:
+                if output.request_id in answers:
+                    answers[output.request_id].take(output)
+                    num_open -= output.finish is not None
+            if not num_open:
+                return
+            outputs = self._engine.step().outputs
             self._engine.rest()
 
     def _with_end_tokens(self, params: SamplingParams) -> SamplingParams:
@@ -93,7 +102,7 @@ class LLM:
         return self._tokenizer.decode(ids)
 
     def idle(self) -> None:
-        """One step without requests: gives back what is due (spares, pages nobody wants)."""
+        """One step without requests: looks at memory and gives back what is due (spares, pages nobody wants)."""
         self._engine.step()
 
     def memory(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from xllm_cli.cache.manager import CacheManager
-from xllm_cli.core import ErrorInfo, Output, Request, Snapshot, StepEvents
+from xllm_cli.core import ErrorInfo, Output, Request, Snapshot, StepEvents, StepPlan, StepResult
 from xllm_cli.engine.report import Reporter
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.engine.sequence import Sequence
@@ -58,6 +58,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
         self._starved_since: float | None = None
+        self._has_run = False
 
     # --- between steps
 
@@ -86,12 +87,14 @@ class Engine:
             self._scheduler.remove(sequence)
 
     def step(self) -> StepEvents:
-        """plan → execute → commit. A plan whose pages could not be had is made again without growth."""
+        """plan → execute → commit. A plan whose pages could not be had is made again without growth.
+
+        With nothing to run it still looks at memory, and gives back what is due: neighbours come and go.
+        """
         for _ in range(2):
             plan = self._scheduler.plan(self._clock())
-            if not plan.rows and not plan.delta and not self._is_watching():
-                return StepEvents(self._expire(), self.snapshot())
-            result = self._group.execute(plan)
+            result = self._execute(plan)
+            self._has_run = bool(plan.rows)
             if result.mapped:
                 outputs = self._scheduler.commit(plan, result)
                 self._forget_finished(outputs)
@@ -100,10 +103,17 @@ class Engine:
             self._scheduler.rollback(plan, result)
         return StepEvents(self._expire(), self.snapshot())
 
+    def _execute(self, plan: StepPlan) -> StepResult:
+        try:
+            return self._group.execute(plan)
+        except BaseException:  # an interrupt, a broken kernel: no row ran, and the ranks know which pages moved
+            self._scheduler.rollback(plan, self._group.break_off(plan))
+            raise
+
     def seconds_until_due(self) -> float | None:
         """How long the loop may sleep: 0 while rows run, None if nothing is due before a message comes."""
-        if self._scheduler.running:
-            return 0.0
+        if self._scheduler.running or (self._scheduler.waiting and self._has_run):
+            return 0.0  # what waits may have got the slot or the memory of those that just ended
         now = self._clock()
         deadline = self._cache.next_deadline(now)
         due = [] if deadline is None else [max(0.0, deadline - now)]
@@ -153,6 +163,8 @@ class Engine:
         limits, prompt, asked = self._limits, len(request.prompt_ids), request.sampling.max_tokens
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
+        if asked is not None and asked < 1:
+            raise RequestError(f"max_tokens is {asked}; it must be at least 1, or unset", param="max_tokens")
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is already in use", status=409, code="duplicate_id")
         bad = next((t for t in request.prompt_ids if not 0 <= t < limits.vocab_size), None)
@@ -206,7 +218,7 @@ class Engine:
                 del self._sequences[output.request_id]
 
     def _is_watching(self) -> bool:
-        """Without rows or page changes a step still has work: a request waits for memory, which may have come, or
+        """Without rows or page changes a step may still help: a request waits for memory, which may have come, or
         an elastic rank keeps handles that the device did not take back."""
         surplus = self._cache.limits.elastic and any(seen.free_handles for seen in self._cache.observations)
         return bool(self._scheduler.waiting) or surplus

@@ -18,6 +18,10 @@ class Group(Protocol):
         """Run a plan on every rank; `mapped` only if every rank mapped."""
         ...
 
+    def break_off(self, plan: StepPlan) -> StepResult:
+        """What became of the pages of a plan whose execute() raised: as if its vote was lost."""
+        ...
+
     def observe(self) -> Observation:
         """The tightest rank's memory, now."""
         ...
@@ -36,6 +40,10 @@ class LocalGroup:
     def execute(self, plan: StepPlan) -> StepResult:
         """See Group."""
         return self._worker.execute(plan)
+
+    def break_off(self, plan: StepPlan) -> StepResult:
+        """See Group."""
+        return self._worker.break_off(plan)
 
     def observe(self) -> Observation:
         """See Group."""

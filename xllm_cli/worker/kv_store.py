@@ -34,6 +34,10 @@ class KvStore(Protocol):
         """Unmap, then map; on failure undo the maps. `keep_free`: bytes that growth leaves free on the device."""
         ...
 
+    def mapped_of(self, pages: Iterable[PageRef]) -> list[PageRef]:
+        """Those of `pages` that are mapped now."""
+        ...
+
     def trim(self) -> None:
         """Give surplus handles back to the device."""
         ...
@@ -82,7 +86,7 @@ class VirtualKvStore:
                 return DeltaOutcome(False, stuck, self._pool.last_shortage)
             self._map(delta.map, handles)
         except VmmError as error:  # the device refused: as unavailable as a shortage, and the text says which
-            return DeltaOutcome(False, stuck + self._unmap(self._mapped_of(delta.map)), str(error))
+            return DeltaOutcome(False, stuck + self._unmap(self.mapped_of(delta.map)), str(error))
         return DeltaOutcome(True, stuck)
 
     def _map(self, pages: Iterable[PageRef], handles: list[int]) -> None:
@@ -107,7 +111,8 @@ class VirtualKvStore:
             stuck += [PageRef(tensor, page) for page in failed]
         return tuple(stuck)
 
-    def _mapped_of(self, pages: Iterable[PageRef]) -> list[PageRef]:
+    def mapped_of(self, pages: Iterable[PageRef]) -> list[PageRef]:
+        """See KvStore."""
         return [ref for ref in pages if self._arenas[ref.tensor].is_mapped(ref.page)]
 
     def trim(self) -> None:
@@ -154,6 +159,10 @@ class PhysicalKvStore:
         """See KvStore: an always resident cache has no page changes."""
         assert not delta
         return DeltaOutcome(True)
+
+    def mapped_of(self, pages: Iterable[PageRef]) -> list[PageRef]:
+        """See KvStore: everything is, for ever."""
+        return list(pages)
 
     def trim(self) -> None:
         """See KvStore: nothing is surplus."""

@@ -49,6 +49,11 @@ class Worker:
             shortage=outcome.shortage,
         )
 
+    def break_off(self, plan: StepPlan) -> StepResult:
+        """The result of a plan that an exception ended: no token, and `stuck` are all its pages that are mapped now."""
+        stuck = self._store.mapped_of((*plan.delta.map, *plan.delta.unmap))
+        return StepResult(step=plan.step, mapped=False, observation=self.observe(), stuck=tuple(stuck))
+
     @torch.inference_mode()
     def _run(self, rows: tuple[Row, ...]) -> tuple[TokenLogprob, ...]:
         if not rows:
