@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "errors": set(),
     "declare": set(),
-    "flags": {"declare"},
+    "flags": {"declare", "service_flags"},
+    "service_flags": {"declare"},
     "argv": {"declare", "flags"},
     "sources": {*SETTINGS, "errors"},
     "facts": {*SETTINGS, "errors"},
@@ -35,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fetch": {"errors", "gguf_to_folder"},
     "gguf_to_folder": {"errors"},
     "bench": {"errors", "fetch"},
-    "server": LEAVES,
+    "server": {*LEAVES, "service_flags"},
     "engine": {*LEAVES, "cache", "worker"},
     "engine.host": {
         *LEAVES,

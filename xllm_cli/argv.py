@@ -75,16 +75,25 @@ class Canonical(NamedTuple):
 
 
 def canonical(tokens: Sequence[str]) -> Canonical:
-    """The canonical spelling of `xllm serve`'s arguments. A repeated flag: the last one wins, with one warning."""
+    """The canonical spelling of `xllm serve`'s arguments. A repeated flag: a list grows, else the last one wins, with a
+    warning."""
     reader = _Reader(tokens)
     reader.read()
-    argv = [f"--{name}={values[-1]}" for name, values in reader.given.items()]
+    argv = [f"--{name}={_joined(name, values)}" for name, values in reader.given.items()]
     warnings = [
         f"--{name} is given {len(values)} times ({', '.join(map(repr, values))}): the last one, {values[-1]!r}, wins"
         for name, values in reader.given.items()
-        if len(set(values)) > 1
+        if len(set(values)) > 1 and not _is_list(name)
     ]
     return Canonical(argv, warnings, reader.errors)
+
+
+def _joined(name: str, values: Sequence[str]) -> str:
+    return ",".join(values) if _is_list(name) else values[-1]
+
+
+def _is_list(name: str) -> bool:
+    return name in FLAGS and FLAGS[name].meta.get("is_list", False)
 
 
 @dataclass

@@ -92,6 +92,8 @@ def print_form(resolved: Resolved) -> str:
 
 def _out_of_range(name: str, settings: Settings) -> str:
     value, source = settings.given[name]
+    if FLAGS[name].meta.get("is_secret"):
+        return f"--{name} ({source}): must be {FLAGS[name].expects}"
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
     return f"--{name}={shown} ({source}): must be {FLAGS[name].expects}"
 

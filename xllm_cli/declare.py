@@ -39,7 +39,8 @@ class Meta(TypedDict, total=False):
     `low`, `high` bound a number (inclusive), `multiple` is its step. `status`: "accepted" is parsed but changes nothing
     here (`why` says why), "unsupported" is refused unless it has its default or a value of `supported`. `unset` is the
     spelling that older scripts use for "not set" and is read as None. `bare` is the value of the flag given without
-    one. `common` flags are in the short help.
+    one. `common` flags are in the short help. `is_list` joins repetitions with commas. `is_secret` keeps the value out
+    of every dump, message and log.
     """
 
     low: float
@@ -52,13 +53,16 @@ class Meta(TypedDict, total=False):
     bare: str
     is_bytes: bool
     common: bool
+    is_list: bool
+    is_secret: bool
 
 
 def flag(default: Any, help: str, **meta: Unpack[Meta]) -> Any:
     """One field of a section."""
     extra: Any = {key: list(value) if isinstance(value, tuple) else value for key, value in meta.items()}
     bounds: Any = {"ge": meta.get("low"), "le": meta.get("high"), "multiple_of": meta.get("multiple")}
-    return Field(default, description=help, json_schema_extra=extra, **bounds)
+    hidden = meta.get("is_secret", False)
+    return Field(default, description=help, json_schema_extra=extra, exclude=hidden, repr=not hidden, **bounds)
 
 
 class Section(BaseModel):
@@ -131,9 +135,11 @@ class Flag:
         return value
 
     def spell(self, value: Any) -> str:
-        """`--name=value` as one would type it; None is told as unset."""
+        """`--name=value` as one would type it; None is told as unset, a secret is not told."""
         if value is None:
             return f"--{self.name} unset"
+        if value and self.meta.get("is_secret"):
+            return f"--{self.name}=(hidden)"
         return f"--{self.name}={str(value).lower() if isinstance(value, bool) else value}"
 
 

@@ -1,8 +1,8 @@
 """Every flag once: its name, type, default, range, and the line of help that says what it trades.
 
-The frozen sections below are the only declaration; everything else about flags is generated from `FLAGS`. "Unset" is
-None; a value that other flags imply is a property of `Config`, never written back. This module knows no rule
-(rules.py), no source of values (sources.py) and nothing that runs.
+The frozen sections below and in service_flags.py are the only declaration; everything else is generated from `FLAGS`.
+"Unset" is None; a value that other flags imply is a property of `Config`, never written back. This module knows no
+rule (rules.py), no source of values (sources.py) and nothing that runs.
 """
 
 from __future__ import annotations
@@ -13,23 +13,10 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from xllm_cli.declare import INT64_MAX, Flag, Section, declared, flag
+from xllm_cli.service_flags import SecurityConfig as SecurityConfig
+from xllm_cli.service_flags import ServiceConfig as ServiceConfig
 
 INT32_MAX = 2**31 - 1
-
-
-class ServiceConfig(Section):
-    """Where the server listens and how many requests it takes at once"""
-
-    host: str = flag("", "address to listen on; empty is all interfaces, 127.0.0.1 this machine only", common=True)
-    port: int = flag(8010, "TCP port; 0 takes a free one and prints it", low=0, high=65535, common=True)
-    max_concurrent_requests: int = flag(
-        200, "requests in flight before 429; more wait longer, fewer are refused sooner; 0 is no limit", low=0,
-        high=INT32_MAX, common=True,
-    )  # fmt: skip
-    shutdown_timeout_secs: float = flag(
-        30.0, "seconds a stop waits for running requests; longer loses fewer, shorter restarts sooner", low=0
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "least level that is logged", common=True)
 
 
 class ModelConfig(Section):
@@ -213,6 +200,7 @@ class Config(Section):
     """All sections. It crosses processes as JSON: `model_dump_json` and `model_validate_json` are inverse."""
 
     service: ServiceConfig = ServiceConfig()
+    security: SecurityConfig = SecurityConfig()
     model: ModelConfig = ModelConfig()
     load: LoadConfig = LoadConfig()
     vmm: VmmConfig = VmmConfig()

@@ -1,4 +1,4 @@
-"""Where settings come from: default < environment `XLLM_FLAG_<NAME>` < JSON file < command line.
+"""Where settings come from: default < environment `XLLM_FLAG_<NAME>` (and `XLLM_API_KEY`) < JSON file < command line.
 
 Every setting keeps its source, so that a message can say who set it. Names and forms are checked here (is it a flag,
 is it a number), ranges and rules in config.py.
@@ -16,6 +16,7 @@ from xllm_cli.declare import closest, did_you_mean
 from xllm_cli.flags import FLAGS, sections
 
 ENVIRONMENT_PREFIX = "XLLM_FLAG_"
+API_KEY_VARIABLE = "XLLM_API_KEY"
 
 
 class Setting(NamedTuple):
@@ -70,8 +71,10 @@ def gather(command_line: Mapping[str, str], environment: Mapping[str, str]) -> S
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings:
-    """The `XLLM_FLAG_<NAME>` variables; an empty one is not set, an unknown one is warned of."""
+    """`XLLM_API_KEY` and the `XLLM_FLAG_<NAME>` variables; an empty one is not set, an unknown one is warned of."""
     settings = Settings()
+    if key := environment.get(API_KEY_VARIABLE):
+        settings.read_text("api_key", key, f"environment {API_KEY_VARIABLE}")
     for variable, text in environment.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or not text:
             continue
