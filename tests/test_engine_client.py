@@ -18,8 +18,10 @@ from xllm_cli.core import (
     ErrorInfo,
     Fatal,
     FromEngine,
+    Heartbeat,
     Loading,
     Output,
+    Ready,
     Request,
     SamplingParams,
     Shutdown,
@@ -114,14 +116,37 @@ def test_fail_all_ends_every_open_request(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_silence_counts_only_while_something_is_owed(tmp_path: Path) -> None:
+READY = Ready(
+    model_id="m", architecture="A", dtype="float32", max_model_len=8, vocab_size=8, eos_token_ids=(), capacity_tokens=8,
+    snapshot=snapshot(0),
+)  # fmt: skip
+
+
+def test_silence_counts_once_the_engine_serves_and_a_heartbeat_ends_it(tmp_path: Path) -> None:
     async def scenario(client: EngineClient, engine: Engine) -> None:
-        await asyncio.sleep(0.2)
-        assert client.silent_seconds() == 0
-        client.submit([request("a")])
-        assert client.silent_seconds() < 0.1  # not since the last message, long ago
         await asyncio.sleep(0.1)
-        assert client.silent_seconds() >= 0.1
+        assert client.silent_seconds() == 0
+        await engine.say(READY)
+        await client.changed.wait()
+        await asyncio.sleep(0.2)
+        assert client.silent_seconds() >= 0.2
+        await engine.say(Heartbeat())
+        while client.silent_seconds() > 0.1:
+            await asyncio.sleep(0.01)
+
+    run(tmp_path, scenario)
+
+
+def test_every_snapshot_is_told_of(tmp_path: Path) -> None:
+    async def scenario(client: EngineClient, engine: Engine) -> None:
+        seen: list[int] = []
+        client.on_snapshot = lambda snapshot: seen.append(snapshot.counters.steps)
+        for steps in (1, 2):
+            await engine.say(StepEvents(outputs=[], snapshot=snapshot(steps)))
+        await engine.say(StepEvents(outputs=[]))
+        while len(seen) < 2:
+            await asyncio.sleep(0.01)
+        assert seen == [1, 2]
 
     run(tmp_path, scenario)
 

@@ -87,7 +87,10 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step did for one request. `finish` is set exactly once, on the last output of a request."""
+    """What one step did for one request. `finish` is set exactly once, on the last output of a request.
+
+    `prefill_seconds`, on the first output only, is the time from the request's admission to its first token.
+    """
 
     request_id: str
     token_ids: list[int] = []
@@ -97,6 +100,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    prefill_seconds: float | None = None
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,8 +119,14 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunks: int = 0
 
 
+LimitedBy = Literal["arena", "max_cache_size", "max_memory_utilization", "limit", "pool", "free_memory"]
+
+
 class VmmReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of GET /vmm and LLM.memory(). Bytes unless named otherwise; DESIGN.md §7 has the equations."""
+    """The answer of GET /vmm and LLM.memory(). Bytes unless named otherwise; DESIGN.md §7 has the equations.
+
+    `budget` is what each limit in force lets be mapped now; `headroom` is the least of them.
+    """
 
     device: str = "cpu"
     driver: str = ""
@@ -141,6 +151,7 @@ class VmmReport(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None = None
     headroom: int = 0
     headroom_limited_by: str = "arena"
+    budget: dict[str, int] = {}
     possible: int = 0
     ranks: list[dict[str, int]] = []
     models: dict[str, dict[str, int | str]] = {}
@@ -191,6 +202,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     snapshot: Snapshot
 
 
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The engine's loop turns, although it has nothing else to tell."""
+
+
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     """The engine cannot go on; the process ends with `exit_code` after this."""
 
@@ -198,7 +213,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     exit_code: int = 1
 
 
-FromEngine = StepEvents | Loading | Ready | Fatal
+FromEngine = StepEvents | Loading | Ready | Heartbeat | Fatal
 
 # --- memory: model → cache → worker --------------------------------------------------------------------------------
 

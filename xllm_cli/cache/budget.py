@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from xllm_cli.core import LimitedBy as LimitedBy
 from xllm_cli.core import Observation
 
 HOST_FLOOR_BYTES = 64 << 20
-
-LimitedBy = Literal["arena", "max_cache_size", "max_memory_utilization", "limit", "pool", "free_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,14 @@ class Headroom(NamedTuple):
 
     `deficit` is how far free memory lies below what must stay free (elastic pools only): bytes to give back.
     `caps` is the least of the arena, max_cache_size and the limit alone; negative means rows must give way.
+    `terms` is every cap with its name, one of each rank.
     """
 
     bytes: int
     limited_by: LimitedBy
     deficit: int = 0
     caps: int = 0
+    terms: tuple[tuple[int, LimitedBy], ...] = ()
 
 
 def floor_bytes(total: int, limits: Limits) -> int:
@@ -104,7 +105,7 @@ def headroom(observations: Sequence[Observation], limits: Limits, usage: Usage) 
     if not observations:
         caps.append((0, "free_memory" if limits.elastic else "pool"))
     least, name = min(caps, key=lambda cap: cap[0])
-    return Headroom(least, name, deficit, least_cap)
+    return Headroom(least, name, deficit, least_cap, tuple(caps))
 
 
 def possible(observations: Sequence[Observation], limits: Limits, usage: Usage) -> int:

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 from setproctitle import setproctitle
 
-from xllm_cli.core import Abort, Fatal, FromEngine, Loading, Request, Shutdown, StepEvents, ToEngine
+from xllm_cli.core import Abort, Fatal, FromEngine, Heartbeat, Loading, Request, Shutdown, StepEvents, ToEngine
 from xllm_cli.errors import XllmError
 from xllm_cli.flags import Config
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("xllm.engine")
 
 IDLE_POLL_SECONDS = 1.0  # with nothing due the loop still looks up once a second
+HEARTBEAT_SECONDS = 1.0  # and says so, unless it has said something else
 _PR_SET_PDEATHSIG = 1
 
 
@@ -82,6 +83,7 @@ class Parent:
 def serve(engine: Engine, parent: Parent) -> None:
     """Step until the parent says Shutdown or is gone."""
     last: StepEvents | None = None
+    spoke = time.monotonic()
     while True:
         due = engine.seconds_until_due()
         for message in parent.receive(IDLE_POLL_SECONDS if due is None else min(due, IDLE_POLL_SECONDS)):
@@ -97,7 +99,10 @@ def serve(engine: Engine, parent: Parent) -> None:
         events = engine.step()
         if events.outputs or last is None or events.snapshot != last.snapshot:
             parent.send(events)
-            last = events
+            last, spoke = events, time.monotonic()
+        elif time.monotonic() - spoke >= HEARTBEAT_SECONDS:
+            parent.send(Heartbeat())
+            spoke = time.monotonic()
 
 
 def run(runtime_dir: Path, death_fd: int) -> int:

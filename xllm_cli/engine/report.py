@@ -89,6 +89,7 @@ class Reporter:
             limit=cache.limits.limit,
             headroom=headroom.bytes,
             headroom_limited_by=headroom.limited_by,
+            budget={name: least for least, name in sorted(headroom.terms, reverse=True)},
             possible=cache.possible_bytes(),
             ranks=[{"rank": 0, "total": seen.total, "free": seen.free, "physical": seen.owned}],
             models={facts.model_id: {"state": "awake", "kv_mapped": bands["mapped"], "kv_live": bands["kv_live"]}},

@@ -179,7 +179,7 @@ class Scheduler:
             insort(self.running, sequence, key=lambda s: s.number)
             self.totals.prefix_queries += len(sequence.tokens)
             self.totals.prefix_hits += draft.entries[-1].row.start
-            sequence.cached_tokens = max(sequence.cached_tokens, draft.entries[-1].row.start)
+            sequence.admitted(draft.entries[-1].row.start)
         if self.waiting:
             self.waiting_for = "a slot"
 

@@ -5,6 +5,7 @@ Owned by the engine thread alone. Knows no pages, no device and no HTTP.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from xllm_cli.cache.blocks import BlockTable
@@ -28,7 +29,7 @@ class Sequence:
     computed: int = 0
     cached_tokens: int = 0
     preempted_in_step: int = -1
-    waiting_since: float = 0.0
+    admitted_at: float | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
@@ -64,6 +65,12 @@ class Sequence:
             sampling=self._sampling() if end == len(self.tokens) else None,
         )
 
+    def admitted(self, computed: int) -> None:
+        """It runs from here on; `computed` tokens came from the prefix cache."""
+        self.cached_tokens = max(self.cached_tokens, computed)
+        if self.admitted_at is None:
+            self.admitted_at = time.monotonic()
+
     def _sampling(self) -> RowSampling:
         wanted = self.request.sampling
         held_back = self.num_generated < wanted.min_tokens
@@ -90,6 +97,7 @@ class Sequence:
 
     def output(self, tokens: list[TokenLogprob], finish: FinishReason | None = None) -> Output:
         """What the client hears of this step."""
+        is_first = self.num_generated == len(tokens)
         return Output(
             request_id=self.request.request_id,
             token_ids=[t.token_id for t in tokens],
@@ -98,4 +106,5 @@ class Sequence:
             prompt_tokens=self.num_prompt,
             cached_tokens=self.cached_tokens,
             output_tokens=self.num_generated,
+            prefill_seconds=time.monotonic() - self.admitted_at if is_first and self.admitted_at else None,
         )

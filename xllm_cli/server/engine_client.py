@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,7 @@ from xllm_cli.core import (
     ErrorInfo,
     Fatal,
     FromEngine,
+    Heartbeat,
     Loading,
     Output,
     Ready,
@@ -39,7 +40,8 @@ class EngineClient:
     """Requests to the engine and their outputs.
 
     `loading` is the last phase heard, `ready` the engine's description once it serves, `snapshot` its last state,
-    `failure` why it is gone. `changed` is set whenever one of them changes.
+    `failure` why it is gone. `changed` is set whenever one of them but the snapshot changes; `on_snapshot` is called
+    with every new one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,6 +57,7 @@ class EngineClient:
         self.snapshot: Snapshot | None = None
         self.failure: Fatal | None = None
         self.changed = asyncio.Event()
+        self.on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None
 
     def _bind(self, kind: int, path: Path) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -79,9 +82,13 @@ class EngineClient:
 
     def _dispatch(self, message: FromEngine) -> None:
         match message:
+            case Heartbeat():
+                return
             case StepEvents(outputs=outputs, snapshot=snapshot):
                 # The snapshot first: what is read after an answer includes that answer's step.
-                self.snapshot = snapshot or self.snapshot
+                if snapshot is not None:
+                    self.snapshot = snapshot
+                    self.on_snapshot(snapshot)
                 for output in outputs:
                     self._route(output)
                 return
@@ -105,8 +112,6 @@ class EngineClient:
     def submit(self, requests: Iterable[Request]) -> asyncio.Queue[Output]:
         """Send requests; their outputs arrive in one queue. The last output of each has `finish` or `error`."""
         queue: asyncio.Queue[Output] = asyncio.Queue()
-        if not self._queues:
-            self._heard = time.monotonic()  # it owed nothing until now
         for request in requests:
             if not self._send(request):
                 raise RequestError("the engine is gone", status=503, code="engine_dead")
@@ -130,8 +135,8 @@ class EngineClient:
         self._send(Shutdown())
 
     def silent_seconds(self) -> float:
-        """Seconds since the engine said anything, 0 while it owes nothing."""
-        return time.monotonic() - self._heard if self._queues else 0.0
+        """Seconds since the engine said anything; 0 while it loads, which is the start-up probe's business."""
+        return time.monotonic() - self._heard if self.ready is not None else 0.0
 
     def close(self) -> None:
         """Close the sockets; messages not yet sent are dropped."""
