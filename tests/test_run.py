@@ -10,7 +10,6 @@ import pytest
 from scripted_server import ROOT, write_model
 
 from xllm_cli.flags import Config
-from xllm_cli.server.launch import make_runtime_folder
 from xllm_cli.server.listen import listen
 from xllm_cli.server.run import run
 
@@ -71,15 +70,3 @@ def test_a_missing_tokenizer_ends_with_1(tmp_path: Path, runtime: Path, capfd: p
     assert run(config(tmp_path), waits) == 1
     assert "no tokenizer.json" in capfd.readouterr().err.splitlines()[-1]
     assert list(runtime.iterdir()) == []
-
-
-def test_the_runtime_folder_is_private_and_elsewhere_if_the_parent_is_not(
-    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    for mode, parent in ((0o700, runtime), (0o755, tmp_path)):
-        runtime.chmod(mode)
-        folder = make_runtime_folder()
-        assert (folder.parent, folder.stat().st_mode & 0o777) == (parent, 0o700)
-        folder.rmdir()

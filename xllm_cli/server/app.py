@@ -1,4 +1,7 @@
-"""The ASGI application: routes, error shapes and the few things that hold for every request."""
+"""The ASGI application: routes, error shapes and the few things that hold for every request.
+
+Envelope (path, HEAD, request id) → AccessLog → CORS, if any → Guard → routes
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,50 @@ import re
 import uuid
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.datastructures import MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from xllm_cli.server import admin, failures, openai
+from xllm_cli import __version__
+from xllm_cli.flags import SecurityConfig
+from xllm_cli.server import admin, failures, info, messages, openai, probes, responses, tokens
+from xllm_cli.server.access_log import PROBES, AccessLog
+from xllm_cli.server.guard import Guard, admin_only
+from xllm_cli.server.keys import ApiKeys
 from xllm_cli.server.state import ServerState
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+_EXPOSED = ("x-request-id", "x-xllm-ignored-fields", "retry-after")
+_PREFLIGHT_SECONDS = 600
 
 
-def create_app(state: ServerState) -> ASGIApp:
+def create_app(state: ServerState, keys: ApiKeys, security: SecurityConfig) -> ASGIApp:
     """The application over this state."""
-    app = FastAPI(title="xllm", docs_url=None, redoc_url=None, redirect_slashes=False)
+    routes = create_routes(state, keys)
+    for route in routes.routes:
+        if isinstance(route, APIRoute):
+            for method in route.methods or ():
+                state.instruments.http.announce(method, route.path, is_timed=route.path not in PROBES)
+    app: ASGIApp = Guard(routes, keys, public_metrics=security.public_metrics)
+    origins = [origin.strip().rstrip("/") for origin in security.allowed_origins.split(",") if origin.strip()]
+    if origins:
+        # outside the guard: a browser asks whether it may send a key before it sends one
+        app = CORSMiddleware(
+            app, allow_origins=origins, allow_methods=("*",), allow_headers=("*",), expose_headers=_EXPOSED,
+            max_age=_PREFLIGHT_SECONDS,
+        )  # fmt: skip
+    return Envelope(AccessLog(app, state.instruments.http, state.service.access_log))
+
+
+def create_routes(state: ServerState, keys: ApiKeys) -> FastAPI:
+    """The routes alone."""
+    app = FastAPI(title="xllm", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     failures.install(app)
-    app.include_router(openai.routes(state))
-    app.include_router(admin.routes(state))
-    return Envelope(app)
+    for part in (openai, responses, messages, tokens, info, probes):
+        app.include_router(part.routes(state))
+    app.include_router(admin.routes(state, admin_only(keys)))
+    return app
 
 
 class Envelope:
@@ -47,7 +78,9 @@ class Envelope:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        await self._app({**scope, "path": path, "raw_path": path.encode(), "method": method}, receive, send_with_id)
+        scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "replace"), "method": method}
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+        await self._app(scope, receive, send_with_id)
 
 
 def _request_id(scope: Scope) -> str:

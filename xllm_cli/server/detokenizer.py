@@ -34,11 +34,13 @@ class LogprobEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What became certain: text, the entries whose text it holds, and the end if this is the last."""
+    """What became certain: text, the entries whose text it holds, and the end if this is the last; `stop` is the stop
+    string that ended it."""
 
     text: str
     entries: list[LogprobEntry] = field(default_factory=list)
     finish: FinishReason | None = None
+    stop: str | None = None
 
 
 class StopFinder:
@@ -49,13 +51,15 @@ class StopFinder:
         self._stops = stops
         self._include = include
         self._held = ""
+        self.found: str | None = None
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """The text released, and whether a stop was found (then nothing may follow)."""
+        """The text released, and whether a stop was found, which is `found` then (nothing may follow)."""
         text = self._held + text
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
             end, start = min(matches)
+            self.found = text[start:end]
             self._held = ""
             return text[: end if self._include else start], True
         keep = self._partial(text)
@@ -124,7 +128,7 @@ class TextStream:
 
     def _stopped(self, released: str) -> Piece:
         self._num_released += len(released)
-        return Piece(released, self._take_entries(everything=False), "stop")
+        return Piece(released, self._take_entries(everything=False), "stop", self._finder.found)
 
     def _take_entries(self, *, everything: bool) -> list[LogprobEntry]:
         """Entries whose text has begun to be released; at an end without a stop string, all."""

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from xllm_cli.core import FinishReason, Output, Request
 from xllm_cli.errors import RequestError
 from xllm_cli.server.detokenizer import LogprobEntry, Piece, TextOptions, TextStream
-from xllm_cli.server.engine_client import EngineClient
+from xllm_cli.server.instruments import Timeline
+from xllm_cli.server.state import ServerState
 from xllm_cli.server.tokenizer import Tokenizer
 
 
@@ -28,6 +29,7 @@ class Choice:
     index: int
     request: Request
     text: TextStream
+    timeline: Timeline
     cached_tokens: int = 0
     finish: FinishReason | None = None
 
@@ -40,17 +42,21 @@ class WholeChoice:
     text: str = ""
     entries: list[LogprobEntry] = field(default_factory=list)
     finish: FinishReason | None = None
+    stop: str | None = None
 
 
 class Generation:
     """Runs requests to their end. `close` aborts what is still open; it may be called at any time, more than once."""
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, requests: list[Request], options: TextOptions
+        self, state: ServerState, tokenizer: Tokenizer, requests: list[Request], options: TextOptions, *, arrived: float
     ) -> None:
-        self._client = client
+        self._client = state.client
+        client, instruments = state.client, state.instruments
         self._choices = {
-            request.request_id: Choice(index, request, TextStream(tokenizer, options))
+            request.request_id: Choice(
+                index, request, TextStream(tokenizer, options), Timeline(instruments, request, arrived)
+            )
             for index, request in enumerate(requests)
         }
         self._queue = client.submit(requests)
@@ -58,6 +64,8 @@ class Generation:
     def close(self) -> None:
         """Abort every choice that has not ended."""
         self._client.abort(self._choices)
+        for choice in self._choices.values():
+            self._end(choice, "abort")
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """`(choice index, piece)` as the engine produces them. RequestError when one choice fails: then all end."""
@@ -69,7 +77,7 @@ class Generation:
                 continue  # came before the engine read our abort
             piece = self._take(choice, output)
             if piece.finish is not None:
-                choice.finish = piece.finish
+                self._end(choice, piece.finish)
                 num_open -= 1
                 self._client.abort([output.request_id])  # a stop string ends it here, not there
             if piece.text or piece.entries or piece.finish:
@@ -82,6 +90,7 @@ class Generation:
             choices[index].text += piece.text
             choices[index].entries += piece.entries
             choices[index].finish = piece.finish
+            choices[index].stop = piece.stop
         return choices
 
     def usage(self) -> Usage:
@@ -93,7 +102,15 @@ class Generation:
             cached_tokens=sum(choice.cached_tokens for choice in first),
         )
 
+    def _end(self, choice: Choice, reason: FinishReason) -> None:
+        if choice.finish is None:
+            choice.finish = reason
+            choice.timeline.ended(reason, choice.text.num_tokens)
+
     def _take(self, choice: Choice, output: Output) -> Piece:
+        choice.timeline.heard(len(output.token_ids), output.prefill_seconds)
+        if output.error is not None or output.finish in ("abort", "error"):
+            self._end(choice, "error")
         if output.error is not None:
             info = output.error
             raise RequestError(

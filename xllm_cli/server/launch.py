@@ -1,39 +1,14 @@
-"""The engine's process and the folder it shares with us. Knows how to start, watch and end it, not what it says."""
+"""The engine's process. Knows how to start, watch and end it, not what it says."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import stat
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-MAX_SOCKET_PATH = 107  # sun_path, less its final zero
-
-
-def make_runtime_folder() -> Path:
-    """A new folder that only this user can enter, under XDG_RUNTIME_DIR where that is sound, else the temporary one."""
-    return Path(tempfile.mkdtemp(prefix="xllm-", dir=_private_parent()))
-
-
-def _private_parent() -> str | None:
-    parent = os.environ.get("XDG_RUNTIME_DIR", "")
-    try:
-        status = os.stat(parent)
-    except OSError:
-        return None
-    private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
-    fits = len(os.path.join(parent, "xllm-12345678", "from_engine")) <= MAX_SOCKET_PATH
-    return parent if private and fits else None
-
-
-def write_private(path: Path, text: str) -> None:
-    """Create a file that only this user can read."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
+SECRETS = ("XLLM_API_KEY", "XLLM_FLAG_API_KEY")  # the engine has no use for them
 
 
 class EngineProcess:
@@ -47,6 +22,7 @@ class EngineProcess:
                 [*command, "--runtime_dir", str(folder), "--death_fd", str(read_end)],
                 pass_fds=(read_end,),
                 stdin=subprocess.DEVNULL,
+                env={name: value for name, value in os.environ.items() if name not in SECRETS},
             )
         finally:
             os.close(read_end)
@@ -80,8 +56,3 @@ class EngineProcess:
     def kill(self) -> None:
         """End it at once."""
         self._process.kill()
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove the runtime folder, whatever is left in it."""
-    shutil.rmtree(folder, ignore_errors=True)

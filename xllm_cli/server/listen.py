@@ -1,14 +1,16 @@
-"""The listening socket: bound before anything slow, with an error that names who holds the address."""
+"""The listening socket and its certificate: checked before anything slow, with errors that say what is wrong."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
 import socket
+import ssl
 
 import psutil  # type: ignore[import-untyped]
 
-from xllm_cli.errors import BindError
+from xllm_cli.errors import BindError, ConfigError
+from xllm_cli.flags import SecurityConfig
 
 BACKLOG = 2048
 
@@ -44,12 +46,33 @@ def is_beyond_loopback(listener: socket.socket) -> bool:
     return not ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
-def urls(listener: socket.socket) -> list[str]:
+def urls(listener: socket.socket, certificate: str = "") -> list[str]:
     """Where clients on this machine and, if possible, on others reach the server."""
+    scheme = "https" if certificate else "http"
     host, port = listener.getsockname()[:2]
     if not ipaddress.ip_address(host).is_unspecified:
-        return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"]
-    return [f"http://127.0.0.1:{port}", f"http://{socket.gethostname()}:{port}"]
+        return [f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"]
+    return [f"{scheme}://127.0.0.1:{port}", f"{scheme}://{socket.gethostname()}:{port}"]
+
+
+def check_certificate(security: SecurityConfig) -> None:
+    """ConfigError when the certificate and its key cannot be used; nothing without them."""
+    if not security.ssl_certfile:
+        if security.ssl_keyfile:
+            raise ConfigError("--ssl_keyfile needs --ssl_certfile, the certificate chain (PEM)")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            security.ssl_certfile, security.ssl_keyfile or None, password=_no_password
+        )
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"--ssl_certfile={security.ssl_certfile} --ssl_keyfile={security.ssl_keyfile}: {error}"
+        ) from error
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; a server cannot be asked for its password")
 
 
 def _holder(port: int) -> str:

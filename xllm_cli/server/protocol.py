@@ -7,6 +7,7 @@ because ignoring them would change the answer silently.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -213,15 +214,14 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
+RequestModel = TypeVar("RequestModel", bound=BaseModel)
 
 
-def parse(kind: type[RequestModel], body: bytes) -> RequestModel:
-    """The request in a JSON body. RequestError 400 naming the field; the input is never repeated."""
-    fields = decode_object(body)
-    for name, neutral in UNSUPPORTED.items():
-        if name in fields and fields[name] not in neutral:
-            raise RequestError(f"{name} is not supported by this server", code="unsupported_parameter", param=name)
+def parse(kind: type[RequestModel], body: bytes | dict[str, Any]) -> RequestModel:
+    """The request in a JSON body, or in one already decoded. RequestError 400 naming the field; the input is never
+    repeated."""
+    fields = decode_object(body) if isinstance(body, bytes) else body
+    refuse(fields, UNSUPPORTED)
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -231,6 +231,13 @@ def parse(kind: type[RequestModel], body: bytes) -> RequestModel:
         text = first["msg"].removeprefix("Value error, ")
         message = f"{path}: {text}" if path else text
         raise RequestError(message, code="invalid_value", param=path) from error
+
+
+def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """RequestError 400 for a field of the table `neutral` that has another value than those there."""
+    for name, values in neutral.items():
+        if name in fields and fields[name] not in values:
+            raise RequestError(f"{name} is not supported here", code="unsupported_parameter", param=name)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
@@ -244,7 +251,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def body_schema(kind: type[GenerationRequest]) -> dict[str, Any]:
+def body_schema(kind: type[BaseModel]) -> dict[str, Any]:
     """What OpenAPI says of a route that takes this request: the body is read by `parse`, not by the framework."""
     schema = kind.model_json_schema()
     schema = _inlined(schema, schema.pop("$defs", {}))

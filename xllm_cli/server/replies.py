@@ -1,20 +1,20 @@
-"""The JSON shapes of OpenAI answers: whole, and as the chunks of a stream. Knows no sockets and no engine.
-
-A stream's grammar, for each choice: [opening] delta* closing, where the closing chunk has an empty delta and the only
-`finish_reason`; then one usage chunk without choices if it was asked for.
-"""
+"""How an answer looks, whole and streamed: the interface, and OpenAI's shapes. Knows no sockets and no engine."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from xllm_cli.core import FinishReason
+from xllm_cli.errors import RequestError
 from xllm_cli.server.detokenizer import LogprobEntry, Piece
+from xllm_cli.server.failures import error_body
 from xllm_cli.server.generation import Usage, WholeChoice
+from xllm_cli.server.protocol import GenerationRequest
+from xllm_cli.server.sse import DONE, event
 from xllm_cli.server.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf
@@ -30,26 +30,81 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class Reply(ABC):
-    """One answer: its id, its model, and how its parts look."""
+    """How one request is answered: whole, or as the events of a stream.
+
+    stream  := begin piece* (end | failed)        before the first piece a failure is an HTTP status instead
+    """
+
+    reply_id: str
+
+    @abstractmethod
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+        """The answer of a request that did not stream."""
+
+    def begin(self, usage: Usage) -> Iterable[bytes]:
+        """What comes before the first piece."""
+        return ()
+
+    @abstractmethod
+    def piece(self, index: int, piece: Piece, usage: Callable[[], Usage]) -> Iterable[bytes]:
+        """The events of a piece of choice `index`."""
+
+    @abstractmethod
+    def end(self, usage: Usage) -> Iterable[bytes]:
+        """What comes after the last piece."""
+
+    @abstractmethod
+    def failed(self, error: RequestError) -> Iterable[bytes]:
+        """What comes when it breaks off."""
+
+
+class OpenAIReply(Reply):
+    """What completions and chat have in common.
+
+    A stream's grammar, for each choice: [opening] delta* closing, where the closing chunk has an empty delta and the
+    only `finish_reason`; then one usage chunk without choices if it was asked for; then [DONE].
+    """
 
     prefix: str
     whole_object: str
     chunk_object: str
 
-    def __init__(self, model_id: str, tokenizer: Tokenizer, with_logprobs: bool) -> None:
+    def __init__(self, model_id: str, tokenizer: Tokenizer, asked: GenerationRequest) -> None:
         self._tokenizer = tokenizer
-        self._with_logprobs = with_logprobs
+        self._with_logprobs = asked.num_logprobs is not None
+        self._wants_usage = asked.wants_usage
+        self._wants_continuous_usage = asked.wants_continuous_usage
+        self._opened: set[int] = set()
         self.reply_id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head = {"id": self.reply_id, "created": int(time.time()), "model": model_id}
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
-        """The answer of a request that did not stream."""
         parts = [self._whole_choice(choice) for choice in choices]
         return {**self._head, "object": self.whole_object, "choices": parts, "usage": usage_object(usage)}
 
-    def chunk(self, choice: dict[str, Any] | None) -> dict[str, Any]:
-        """A stream chunk around one choice's part, or around none."""
-        return {**self._head, "object": self.chunk_object, "choices": [] if choice is None else [choice]}
+    def piece(self, index: int, piece: Piece, usage: Callable[[], Usage]) -> Iterable[bytes]:
+        parts = []
+        if index not in self._opened and (opening := self.opening(index)) is not None:
+            parts.append(opening)
+        self._opened.add(index)
+        if piece.text or piece.entries:
+            parts.append(self.delta(index, piece))
+        if piece.finish is not None:
+            parts.append(self.closing(index, piece.finish))
+        now = usage_object(usage()) if self._wants_continuous_usage else None
+        return [self._chunk([part], now) for part in parts]
+
+    def end(self, usage: Usage) -> Iterable[bytes]:
+        return [*([self._chunk([], usage_object(usage))] if self._wants_usage else []), DONE]
+
+    def failed(self, error: RequestError) -> Iterable[bytes]:
+        return [event(error_body(error)), DONE]
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
+        payload = {**self._head, "object": self.chunk_object, "choices": choices}
+        if self._wants_usage:
+            payload["usage"] = usage
+        return event(payload)
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -66,11 +121,8 @@ class Reply(ABC):
     @abstractmethod
     def _whole_choice(self, choice: WholeChoice) -> dict[str, Any]: ...
 
-    def _token_text(self, token_id: int) -> str:
-        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
-
-class CompletionReply(Reply):
+class CompletionReply(OpenAIReply):
     """The shapes of /v1/completions."""
 
     prefix = "cmpl"
@@ -98,16 +150,16 @@ class CompletionReply(Reply):
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, Any]:
         return {
             "text_offset": [entry.offset for entry in entries],
-            "tokens": [self._token_text(entry.logprob.token_id) for entry in entries],
+            "tokens": [self._tokenizer.token_text(entry.logprob.token_id) for entry in entries],
             "token_logprobs": [max(entry.logprob.logprob, MIN_LOGPROB) for entry in entries],
             "top_logprobs": [
-                {self._token_text(token_id): max(value, MIN_LOGPROB) for token_id, value in entry.logprob.top}
+                {self._tokenizer.token_text(token_id): max(value, MIN_LOGPROB) for token_id, value in entry.logprob.top}
                 for entry in entries
             ],
         }
 
 
-class ChatReply(Reply):
+class ChatReply(OpenAIReply):
     """The shapes of /v1/chat/completions."""
 
     prefix = "chatcmpl"

@@ -1,6 +1,7 @@
 """The life of the API process: from a checked Config to an exit code. Knows every part, does no part's work.
 
-    listen → runtime folder → engine → imports → serve (503) → ready → … → drain → engine down → exit
+    keys and certificate → listen → pid file → runtime folder → engine → serve (503) → imports → ready → … → drain →
+    engine down → exit
 
 Order matters: a taken port or a bad folder costs nothing, and the engine loads while the web framework is imported.
 """
@@ -12,15 +13,19 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
+from typing import NamedTuple
 
 import setproctitle
 
 from xllm_cli.errors import XllmError
 from xllm_cli.flags import Config
 from xllm_cli.server.engine_client import EngineClient
-from xllm_cli.server.launch import EngineProcess, make_runtime_folder, remove_folder, write_private
-from xllm_cli.server.listen import is_beyond_loopback, listen, urls
+from xllm_cli.server.keys import ApiKeys
+from xllm_cli.server.launch import EngineProcess
+from xllm_cli.server.listen import check_certificate, is_beyond_loopback, listen, urls
+from xllm_cli.server.pid_file import PidFile
+from xllm_cli.server.runtime_folder import RuntimeFolder
 from xllm_cli.server.signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -30,7 +35,7 @@ LOADING_SHUTDOWN_SECONDS = 0.5  # for one that may be deep in a read
 
 
 def run(config: Config, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Serve until told to stop or until the engine ends; returns the process's exit code (0, 1, 3, 4, 75).
+    """Serve until told to stop or until the engine ends; returns the process's exit code (0, 1, 2, 3, 4, 75).
 
     Call it from the main thread: it installs signal handlers and starts the engine. A second SIGINT or SIGTERM ends
     the process at once with 130 or 143. Errors are printed, the cause last.
@@ -43,13 +48,19 @@ def run(config: Config, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     )
     stop = StopSignals()
     try:
-        with listen(config.service.host, config.service.port) as listener:
-            _announce(listener)
-            folder = make_runtime_folder()
-            try:
-                return _serve(config, listener, folder, stop, started, engine_command)
-            finally:
-                remove_folder(folder)
+        keys = ApiKeys.of(config.security)
+        check_certificate(config.security)
+        with ExitStack() as stack:
+            listener = stack.enter_context(listen(config.service.host, config.service.port))
+            setproctitle.setproctitle(
+                f"xllm serve :{listener.getsockname()[1]}"
+            )  # also hides a key on the command line
+            pid_file = PidFile(config.service.pid_file)
+            stack.callback(pid_file.remove)
+            _announce(listener, config, has_keys=bool(keys))
+            folder = RuntimeFolder()
+            stack.callback(folder.remove)
+            return _serve(Parts(config, listener, keys, folder, pid_file), stop, started, engine_command)
     except XllmError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -57,34 +68,42 @@ def run(config: Config, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
         stop.restore()
 
 
-def _announce(listener: socket.socket) -> None:
-    setproctitle.setproctitle(f"xllm serve :{listener.getsockname()[1]}")
-    logger.info("listening on %s; /health answers 503 until the model is loaded", " and ".join(urls(listener)))
-    if is_beyond_loopback(listener):
-        logger.warning("listening beyond this machine without an API key: anyone who can connect can use the model")
+class Parts(NamedTuple):
+    """What a server owns before its engine starts."""
+
+    config: Config
+    listener: socket.socket
+    keys: ApiKeys
+    folder: RuntimeFolder
+    pid_file: PidFile
 
 
-def _serve(
-    config: Config,
-    listener: socket.socket,
-    folder: Path,
-    stop: StopSignals,
-    started: float,
-    engine_command: Sequence[str],
-) -> int:
-    write_private(folder / "config.json", config.model_dump_json())
-    client = EngineClient(folder)
-    engine = EngineProcess(engine_command, folder)
+def _announce(listener: socket.socket, config: Config, *, has_keys: bool) -> None:
+    where = " and ".join(urls(listener, config.security.ssl_certfile))
+    logger.info("listening on %s; /health answers 503 until the model is loaded", where)
+    if is_beyond_loopback(listener) and not has_keys:
+        logger.warning(
+            "listening beyond this machine without an API key: anyone who can connect can use the model "
+            "(--api_key_file or XLLM_API_KEY sets one, --host=127.0.0.1 keeps it here)"
+        )
+
+
+def _serve(parts: Parts, stop: StopSignals, started: float, engine_command: Sequence[str]) -> int:
+    config, folder = parts.config, parts.folder
+    folder.write("config.json", config.model_dump_json())
+    client = EngineClient(folder.path)
+    engine = EngineProcess(engine_command, folder.path)
 
     def last_words() -> None:
         engine.kill()
-        remove_folder(folder)
+        folder.remove()
+        parts.pid_file.remove()
 
     stop.last_words = last_words
     try:
-        from xllm_cli.server.service import Service  # the engine is starting while the web framework is imported
+        from xllm_cli.server.service import Service  # the engine is starting while this is imported
 
-        return Service(config, listener, client, engine, started=started).run(stop)
+        return Service(config, parts.listener, parts.keys, client, engine, started=started).run(stop)
     finally:
         client.shutdown()
         engine.end(SHUTDOWN_SECONDS if client.ready else LOADING_SHUTDOWN_SECONDS)

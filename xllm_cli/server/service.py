@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
@@ -20,13 +21,19 @@ import uvloop
 from xllm_cli.core import ErrorInfo, Fatal, Ready
 from xllm_cli.errors import EngineDead
 from xllm_cli.flags import Config
-from xllm_cli.server.app import create_app
 from xllm_cli.server.engine_client import EngineClient
+from xllm_cli.server.entrance import Entrance
+from xllm_cli.server.http_protocol import HttpProtocol
+from xllm_cli.server.instruments import Instruments
+from xllm_cli.server.keys import ApiKeys
 from xllm_cli.server.launch import EngineProcess
 from xllm_cli.server.listen import urls
+from xllm_cli.server.notify import Notifier
 from xllm_cli.server.signals import StopSignals
 from xllm_cli.server.state import ServedModel, ServerState
-from xllm_cli.server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from xllm_cli.server.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 EXIT_RANK_LOST = 75
@@ -48,18 +55,32 @@ class Service:
     """Serves `config` on `listener` for as long as the engine lives and nobody asks to stop."""
 
     def __init__(
-        self, config: Config, listener: socket.socket, client: EngineClient, engine: EngineProcess, *, started: float
+        self,
+        config: Config,
+        listener: socket.socket,
+        keys: ApiKeys,
+        client: EngineClient,
+        engine: EngineProcess,
+        *,
+        started: float,
     ) -> None:
         self._config = config
         self._listener = listener
+        self._keys = keys
         self._client = client
         self._engine = engine
         self._started = started
+        self._notifier = Notifier()
+        instruments = Instruments(config.served_model_id)
+        client.on_snapshot = instruments.step
         self._state = ServerState(
             client,
             ServedModel.of(config.served_model_id, config.model.model),
-            config.service.max_concurrent_requests,
+            config.service,
+            instruments,
+            config.model_dump(mode="json"),
         )
+        self._entrance = Entrance(self._state)
 
     def run(self, stop: StopSignals) -> int:
         """The exit code, or EngineDead or ModelError."""
@@ -67,24 +88,13 @@ class Service:
             return runner.run(self._run(stop))
 
     async def _run(self, stop: StopSignals) -> int:
-        server = _Server(
-            uvicorn.Config(
-                create_app(self._state),
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=CLOSE_SECONDS,
-            )
-        )
+        server = _Server(self._web_config())
         web = asyncio.create_task(server.serve([self._listener]))
         stopped = asyncio.create_task(stop.wait())
         messages = asyncio.create_task(self._client.receive())
         ended = asyncio.create_task(self._engine.wait())
         loaded = asyncio.create_task(self._load())
+        watchdog = asyncio.create_task(self._feed_watchdog())
         tasks: set[asyncio.Task[object]] = {web, stopped, messages, ended, loaded}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -99,39 +109,80 @@ class Service:
             raise await self._engine_gone(ended, messages)
         finally:
             server.should_exit = True
+            watchdog.cancel()
             for task in tasks - {web}:
                 task.cancel()
             await asyncio.wait(tasks, timeout=2 * CLOSE_SECONDS)
 
+    def _web_config(self) -> uvicorn.Config:
+        security = self._config.security
+        return uvicorn.Config(
+            self._entrance,
+            http=HttpProtocol,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+            ssl_certfile=security.ssl_certfile or None,
+            ssl_keyfile=security.ssl_keyfile or None,
+        )
+
+    def _open(self, loop: asyncio.AbstractEventLoop) -> Tokenizer:
+        """In a thread: the web framework and the tokenizer take most of a second to import."""
+        from xllm_cli.server.app import create_app
+        from xllm_cli.server.tokenizer import Tokenizer
+
+        loop.call_soon_threadsafe(self._entrance.open, create_app(self._state, self._keys, self._config.security))
+        return Tokenizer.from_folder(self._config.model.model)
+
     async def _load(self) -> None:
         """Until requests can be served; ModelError when the tokenizer cannot be read."""
-        reading = asyncio.to_thread(Tokenizer.from_folder, self._config.model.model)
-        tokenizer, ready = await asyncio.gather(reading, self._engine_ready())
+        opening = asyncio.to_thread(self._open, asyncio.get_running_loop())
+        tokenizer, ready = await asyncio.gather(opening, self._engine_ready())
         if tokenizer.chat_refusal is not None:
             logger.warning("/v1/chat/completions is off: %s", tokenizer.chat_refusal)
         self._state.tokenizer = tokenizer
+        self._notifier.send("READY=1\nSTATUS=serving")
+        where = " and ".join(urls(self._listener, self._config.security.ssl_certfile))
         _say(
-            f"xllm is ready on {' and '.join(urls(self._listener))}: {self._state.model.model_id} "
-            f"({ready.architecture}, {ready.dtype}), context {ready.max_model_len} tokens, "
-            f"cache for {ready.capacity_tokens} tokens, {time.monotonic() - self._started:.1f} s after the start"
+            f"xllm is ready on {where}: {self._state.model.model_id} ({ready.architecture}, {ready.dtype}), context "
+            f"{ready.max_model_len} tokens, cache for {ready.capacity_tokens} tokens, "
+            f"{time.monotonic() - self._started:.1f} s after the start"
         )
 
     async def _engine_ready(self) -> Ready:
         """The engine's description; a phase that lasts gets a line every ten seconds."""
         while self._client.ready is None:
             self._client.changed.clear()
+            phase = self._client.loading.phase if self._client.loading else "starting"
+            self._notifier.send(f"STATUS=loading: {phase}\nEXTEND_TIMEOUT_USEC={3 * PROGRESS_SECONDS * 1e6:.0f}")
             try:
                 await asyncio.wait_for(self._client.changed.wait(), PROGRESS_SECONDS)
             except TimeoutError:
-                phase = self._client.loading.phase if self._client.loading else "starting"
                 logger.info("loading: still %s, %.0f s after the start", phase, time.monotonic() - self._started)
         return self._client.ready
 
+    async def _feed_watchdog(self) -> None:
+        """Tell systemd twice in its interval that the engine is alive, for as long as that is so."""
+        while self._notifier.watchdog_seconds is not None:
+            if self._state.liveness()[1] == 200:
+                self._notifier.send("WATCHDOG=1")
+            await asyncio.sleep(self._notifier.watchdog_seconds / 2)
+
     async def _drain(self, ended: asyncio.Task[int]) -> None:
-        """Let open requests end; what is left at the deadline gets an error event."""
+        """Readiness off; after a moment no new requests; what is still open at the deadline gets an error event."""
+        self._notifier.send("STOPPING=1")
         if self._state.phase == "ready" and self._state.open_requests:
             logger.info("stopping: %d requests are open", self._state.open_requests)
+        can_serve = self._state.phase == "ready"
         self._state.draining = True
+        if can_serve:
+            await asyncio.wait({ended}, timeout=self._config.service.shutdown_drain_secs)
+        self._state.is_closed = True
         deadline = time.monotonic() + self._config.service.shutdown_timeout_secs
         while self._state.open_requests and time.monotonic() < deadline and not ended.done():
             await asyncio.sleep(0.02)

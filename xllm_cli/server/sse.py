@@ -24,6 +24,11 @@ def event(payload: Any) -> bytes:
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
+def named_event(name: str, payload: Any) -> bytes:
+    """An event with a name besides its JSON payload."""
+    return f"event: {name}\n".encode() + event(payload)
+
+
 async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result:
     """The result of `work`, cancelled with ClientGone as soon as the client goes. The body must have been read."""
     running = asyncio.ensure_future(work)

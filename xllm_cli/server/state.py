@@ -1,22 +1,26 @@
-"""What the routes share: the engine's client, the model's names, who may come in. Knows no HTTP.
+"""What the routes share: the engine's client, the model's names, whether there is room. Knows no HTTP.
 
-Readiness has four phases: loading → ready → draining → gone; only *ready* takes requests.
+Readiness has four phases: loading → ready → draining → gone. *ready* takes requests, and so does *draining* until
+`is_closed`: load balancers need a moment to notice.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from xllm_cli.core import Ready
 from xllm_cli.errors import RequestError
+from xllm_cli.flags import ServiceConfig
 from xllm_cli.server.engine_client import EngineClient
-from xllm_cli.server.tokenizer import Tokenizer
+from xllm_cli.server.instruments import Instruments
 
-MAX_BODY_BYTES = 32 << 20
+if TYPE_CHECKING:
+    from xllm_cli.server.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +48,17 @@ class ServedModel:
 
 @dataclass(slots=True)
 class ServerState:
-    """The API process as the routes see it. `tokenizer` is None until it is loaded."""
+    """The API process as the routes see it. `tokenizer` is None until it is loaded; `settings` is the configuration
+    as it may be shown, by section and flag."""
 
     client: EngineClient
     model: ServedModel
-    max_concurrent_requests: int
-    max_body_bytes: int = MAX_BODY_BYTES
+    service: ServiceConfig
+    instruments: Instruments
+    settings: Mapping[str, Any]
     tokenizer: Tokenizer | None = None
     draining: bool = False
+    is_closed: bool = False
     open_requests: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -65,10 +72,10 @@ class ServerState:
         return "ready" if self.tokenizer is not None and self.client.ready is not None else "loading"
 
     def serving(self) -> tuple[Tokenizer, Ready]:
-        """The tokenizer and the engine's description. RequestError 503 in any phase but ready."""
-        if self.phase != "ready":
+        """The tokenizer and the engine's description. RequestError 503 while there is none or the server stops."""
+        if self.phase in ("loading", "gone") or self.is_closed or self.tokenizer is None:
             raise self._refusal()
-        assert self.tokenizer is not None and self.client.ready is not None
+        assert self.client.ready is not None
         return self.tokenizer, self.client.ready
 
     def admit(self) -> Slot:
@@ -79,13 +86,33 @@ class ServerState:
     def check_admission(self) -> None:
         """RequestError 503 when not ready, 429 when all places are taken."""
         self.serving()
-        if 0 < self.max_concurrent_requests <= self.open_requests:  # 0 is no limit
+        if 0 < self.service.max_concurrent_requests <= self.open_requests:  # 0 is no limit
             raise RequestError(
                 f"{self.open_requests} requests are open, the limit of max_concurrent_requests; try again",
                 status=429,
                 code="too_many_requests",
                 retry_after=1,
             )
+
+    def health(self) -> tuple[dict[str, Any], int]:
+        """The body and status of /health and the other readiness probes."""
+        if self.phase == "loading":
+            loading = self.client.loading
+            phase, seconds = (loading.phase, round(loading.seconds, 2)) if loading else ("starting", 0.0)
+            return {"status": "loading", "phase": phase, "seconds": seconds}, 503
+        if self.phase != "ready":
+            return {"status": "unhealthy", "reason": self.phase}, 503
+        snapshot = self.client.snapshot
+        if snapshot is not None and not snapshot.healthy:
+            return {"status": "unhealthy", "reason": snapshot.reason}, 503
+        return {"status": "healthy"}, 200
+
+    def liveness(self) -> tuple[dict[str, Any], int]:
+        """The body and status of /livez: the engine lives and has been heard of lately."""
+        silent = self.client.silent_seconds()
+        if self.phase == "gone" or silent > self.service.liveness_timeout_secs:
+            return {"status": "unhealthy", "silent_seconds": round(silent, 1)}, 503
+        return {"status": "alive"}, 200
 
     def _refusal(self) -> RequestError:
         match self.phase:

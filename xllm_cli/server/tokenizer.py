@@ -37,7 +37,7 @@ class IncrementalDecoder(Protocol):
 class Tokenizer:
     """A model's tokenizer, its end tokens and its chat template.
 
-    `chat_refusal` says why there is no usable chat template; None when chat works.
+    `chat_refusal` says why there is no usable chat template; None when chat works. `chat_template` is its source.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], eos_token_ids: Iterable[int]) -> None:
@@ -49,6 +49,7 @@ class Tokenizer:
         self._byte_of = _byte_alphabet() if _is_byte_level(backend) else None
         self.chat_refusal: str | None = "this model has no chat template; use /v1/completions"
         self._template: ChatTemplate | None = None
+        self.chat_template: str | None = None
         self._compile_template(config.get("chat_template"))
 
     @classmethod
@@ -117,6 +118,10 @@ class Tokenizer:
             return bytes([int(match[1], 16)])
         return token.replace("\u2581", " ").encode()
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone; U+FFFD where it holds only a part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -136,6 +141,7 @@ class Tokenizer:
             source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
         if not isinstance(source, str):
             return
+        self.chat_template = source
         try:
             self._template = ChatTemplate(source, self.special_tokens)
             self.chat_refusal = None

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from xllm_cli.errors import RequestError
-from xllm_cli.server.openai import read_body
+from xllm_cli.server.answering import read_body
 from xllm_cli.server.sse import ClientGone
 
 

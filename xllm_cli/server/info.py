@@ -1,0 +1,122 @@
+"""What clients and routers ask about the server: models, settings, load. Field names are vLLM's and SGLang's."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from xllm_cli import __version__
+from xllm_cli.core import Counters, Snapshot, VmmReport
+from xllm_cli.server.failures import json_response
+from xllm_cli.server.state import ServerState
+
+_NOTHING_YET = Snapshot(memory=VmmReport(), counters=Counters())
+
+
+def routes(state: ServerState) -> APIRouter:
+    """The router over this state."""
+    router = APIRouter()
+    _model_routes(router, state)
+    _load_routes(router, state)
+    return router
+
+
+def _model_routes(router: APIRouter, state: ServerState) -> None:
+    def card() -> dict[str, Any]:
+        ready = state.client.ready
+        return {
+            "id": state.model.model_id,
+            "object": "model",
+            "created": state.created,
+            "owned_by": "xllm",
+            "root": state.settings["model"]["model"],
+            "max_model_len": ready.max_model_len if ready else None,
+        }
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [card()]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        state.model.check(name)
+        return json_response(card())
+
+    @router.get("/model_info")
+    @router.get("/get_model_info")
+    async def model_info() -> Response:
+        ready, path = state.client.ready, state.settings["model"]["model"]
+        return json_response(
+            {
+                "model_path": path,
+                "tokenizer_path": path,
+                "served_model_name": state.model.model_id,
+                "is_generation": True,
+                "architectures": [ready.architecture] if ready else [],
+                "max_context_length": ready.max_model_len if ready else None,
+                "vocab_size": ready.vocab_size if ready else None,
+                "eos_token_ids": ready.eos_token_ids if ready else [],
+                "preferred_sampling_params": None,
+                "weight_version": "default",
+            }
+        )
+
+    @router.get("/server_info")
+    @router.get("/get_server_info")
+    async def server_info() -> Response:
+        ready = state.client.ready
+        flags = {name: value for section in state.settings.values() for name, value in section.items()}
+        return json_response(
+            {
+                **flags,
+                "version": __version__,
+                "status": state.phase,
+                "model_id": state.model.model_id,
+                "model_path": state.settings["model"]["model"],
+                "served_model_name": state.model.model_id,
+                "max_total_num_tokens": ready.capacity_tokens if ready else 0,
+                "max_running_requests": state.service.max_concurrent_requests,
+                "uptime_seconds": int(time.time()) - state.created,
+            }
+        )
+
+
+def _load_routes(router: APIRouter, state: ServerState) -> None:
+    @router.get("/load")
+    async def load() -> Response:
+        return json_response({"server_load": state.open_requests})
+
+    @router.get("/v1/loads")
+    async def loads() -> Response:
+        snapshot = state.client.snapshot or _NOTHING_YET
+        ready = state.client.ready
+        capacity = ready.capacity_tokens if ready else 0
+        rank = {
+            "dp_rank": 0,
+            "num_running_reqs": snapshot.num_running,
+            "num_waiting_reqs": snapshot.num_waiting,
+            "num_total_reqs": snapshot.num_running + snapshot.num_waiting,
+            "num_used_tokens": _used_tokens(state, snapshot.memory),
+            "max_total_num_tokens": capacity,
+            "token_usage": _used_tokens(state, snapshot.memory) / capacity if capacity else 0.0,
+            "max_running_requests": state.service.max_concurrent_requests,
+        }
+        names = ("num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens")
+        return json_response(
+            {
+                "timestamp": datetime.now(UTC).isoformat(),
+                "version": __version__,
+                "dp_rank_count": 1,
+                "loads": [rank],
+                "aggregate": {name.replace("num_", "total_"): rank[name] for name in names},
+            }
+        )
+
+
+def _used_tokens(state: ServerState, memory: VmmReport) -> int:
+    per_block = sum(int(tensor["bytes_per_block"]) for tensor in memory.tensors)
+    return memory.kv_live * int(state.settings["kv_cache"]["block_size"]) // per_block if per_block else 0

@@ -1,0 +1,164 @@
+"""What the API process itself counts and times. Owns the names; knows neither routes nor the engine's snapshot.
+
+Every series exists at zero from the start. Intervals are on this process's monotonic clock; only the time from a
+request's admission to its first token is the engine's, and what is left of the wait before it counts as queueing.
+"""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from xllm_cli.core import Counters, Request, Snapshot
+
+ENGINE = "0"  # the label of the one engine behind this server
+FINISHED = ("stop", "length", "abort", "error")
+WAITS = ("memory", "a slot", "a step")
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+_TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 128.0)
+_HTTP_SECONDS = (0.01, 0.1, 1.0, 10.0, 60.0, 600.0)
+
+_HISTOGRAMS = (
+    ("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS),
+    ("vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", _GAPS),
+    ("vllm:time_per_output_token_seconds", "As inter_token_latency, under its older name.", _GAPS),
+    ("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS),
+    ("vllm:request_queue_time_seconds", "Between submission and admission to the batch.", _SECONDS),
+    ("vllm:request_prefill_time_seconds", "From admission to the first token.", _SECONDS),
+    ("vllm:request_decode_time_seconds", "From the first token to the last.", _SECONDS),
+    ("vllm:request_inference_time_seconds", "From admission to the last token.", _SECONDS),
+    ("vllm:request_prompt_tokens", "Tokens of a sequence's prompt.", _TOKENS),
+    ("vllm:request_generation_tokens", "Tokens generated for a sequence.", _TOKENS),
+    ("vllm:request_params_n", "Choices asked for.", _CHOICES),
+    ("vllm:request_params_max_tokens", "Limit on new tokens asked for.", _TOKENS),
+    ("vllm:iteration_tokens_total", "Tokens computed in a step.", _TOKENS),
+)
+
+
+class Instruments:
+    """Counters and histograms of one server, in one registry."""
+
+    def __init__(self, model_id: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = (model_id, ENGINE)
+        self._histograms = {name: self._histogram(name, text, buckets) for name, text, buckets in _HISTOGRAMS}
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed, hits included.").labels(
+            *self._model
+        )
+        ended = self._counter("vllm:request_success", "Sequences that ended, by reason.", "finished_reason")
+        self._ended = {reason: ended.labels(*self._model, reason) for reason in FINISHED}
+        waits = self._counter("xllm:admission_waits", "Times the queue's head began to wait, by reason.", "reason")
+        self._waits = {reason: waits.labels(*self._model, reason) for reason in WAITS}
+        self._http = HttpInstruments(self.registry)
+        self._counted = Counters()
+        self._waiting_for = ""
+
+    @property
+    def http(self) -> HttpInstruments:
+        return self._http
+
+    def observe(self, name: str, value: float) -> None:
+        """One observation of a histogram."""
+        self._histograms[name].observe(value)
+
+    def prompt(self, num_tokens: int) -> None:
+        """A prompt was run."""
+        self._prompt_tokens.inc(num_tokens)
+        self.observe("vllm:request_prompt_tokens", num_tokens)
+
+    def ended(self, reason: str) -> None:
+        """A sequence ended."""
+        self._ended[reason].inc()
+
+    def step(self, snapshot: Snapshot) -> None:
+        """The engine reported its state: what did it compute since it last did, and who waits for what?"""
+        before, now = self._counted, snapshot.counters
+        computed = now.prompt_tokens_computed + now.generation_tokens
+        computed -= before.prompt_tokens_computed + before.generation_tokens
+        if computed > 0:
+            self.observe("vllm:iteration_tokens_total", computed)
+        self._counted = now
+        if snapshot.waiting_for != self._waiting_for and snapshot.waiting_for in self._waits:
+            self._waits[snapshot.waiting_for].inc()
+        self._waiting_for = snapshot.waiting_for
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        labels = ["model_name", "engine"]
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry).labels(*self._model)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, ["model_name", "engine", *labels], registry=self.registry)
+
+
+class HttpInstruments:
+    """HTTP requests by route; requests to unknown paths share the handler `none`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "http_requests", "HTTP requests answered.", ["method", "handler", "status"], registry=registry
+        )
+        self._seconds = Histogram(
+            "http_request_duration_seconds", "From a request's head to the end of its answer; without probes.",
+            ["handler"], buckets=_HTTP_SECONDS, registry=registry,
+        )  # fmt: skip
+
+    def announce(self, method: str, handler: str, *, is_timed: bool) -> None:
+        """Let a route's series begin at zero."""
+        self._requests.labels(method, handler, "2xx")
+        if is_timed:
+            self._seconds.labels(handler)
+
+    def answered(self, method: str, handler: str, status: int, seconds: float | None) -> None:
+        """An answer ended; `seconds` None does not time it."""
+        self._requests.labels(method, handler, f"{status // 100}xx").inc()
+        if seconds is not None:
+            self._seconds.labels(handler).observe(seconds)
+
+
+class Timeline:
+    """The moments of one sequence, observed as they come. `arrived` is when its HTTP request did (monotonic)."""
+
+    def __init__(self, instruments: Instruments, request: Request, arrived: float) -> None:
+        self._instruments = instruments
+        self._arrived = arrived
+        self._submitted = time.monotonic()
+        self._num_prompt = len(request.prompt_ids)
+        self._first: float | None = None
+        self._last = 0.0
+        self._prefill = 0.0
+        if request.sampling.max_tokens is not None:
+            instruments.observe("vllm:request_params_max_tokens", request.sampling.max_tokens)
+
+    def heard(self, num_tokens: int, prefill_seconds: float | None) -> None:
+        """The engine sent tokens."""
+        if not num_tokens:
+            return
+        now, observe = time.monotonic(), self._instruments.observe
+        if self._first is None:
+            self._first = self._last = now
+            waited = now - self._submitted
+            self._prefill = waited if prefill_seconds is None else min(prefill_seconds, waited)
+            observe("vllm:time_to_first_token_seconds", now - self._arrived)
+            observe("vllm:request_queue_time_seconds", waited - self._prefill)
+            observe("vllm:request_prefill_time_seconds", self._prefill)
+            self._instruments.prompt(self._num_prompt)
+            num_tokens -= 1
+        for _ in range(num_tokens):
+            observe("vllm:inter_token_latency_seconds", (now - self._last) / num_tokens)
+            observe("vllm:time_per_output_token_seconds", (now - self._last) / num_tokens)
+        self._last = now
+
+    def ended(self, reason: str, num_tokens: int) -> None:
+        """It is over, after so many tokens in all."""
+        self._instruments.ended(reason)
+        if self._first is None:
+            return
+        observe = self._instruments.observe
+        observe("vllm:e2e_request_latency_seconds", time.monotonic() - self._arrived)
+        observe("vllm:request_decode_time_seconds", self._last - self._first)
+        observe("vllm:request_inference_time_seconds", self._prefill + self._last - self._first)
+        observe("vllm:request_generation_tokens", num_tokens)
