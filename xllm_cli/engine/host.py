@@ -12,6 +12,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from xllm_cli.loading import open_checkpoint
 from xllm_cli.models.ops import open_ops
 from xllm_cli.models.registry import Model, build_model, load_config
 from xllm_cli.vmm.arena import AnonymousRange, Arena
-from xllm_cli.vmm.driver import Driver, DriverInfo, open_driver
+from xllm_cli.vmm.driver import Driver, DriverInfo, VmmError, VmmShortage, open_driver
 from xllm_cli.vmm.pool import PagePool
 from xllm_cli.worker.group import LocalGroup
 from xllm_cli.worker.kv_store import KvStore, PhysicalKvStore, VirtualKvStore
@@ -57,8 +58,22 @@ class CacheSize:
 def build_engine(config: Config, progress: Progress, driver: Driver | None = None) -> tuple[Engine, Ready]:
     """A warmed-up engine and what to tell clients of it. `driver` replaces the device's own (tests wrap it).
 
-    Raises ModelError, DeviceError or MemoryShortage; nothing stays behind then but what the process's end frees.
+    Raises ModelError, DeviceError or MemoryShortage; nothing stays behind then.
     """
+    with ExitStack() as opened:
+        try:
+            built = _build(config, progress, driver, opened)
+        except VmmShortage as error:
+            raise MemoryShortage(
+                f"the device has no room for the KV cache: {error}. Lower --max_memory_utilization or --max_cache_size"
+            ) from error
+        except VmmError as error:
+            raise DeviceError(f"the device failed while the KV cache was set up: {error}") from error
+        opened.pop_all()  # the engine closes them from here on
+        return built
+
+
+def _build(config: Config, progress: Progress, driver: Driver | None, opened: ExitStack) -> tuple[Engine, Ready]:
     progress("reading the model's configuration")
     model_config = load_config(config.model.model)
     progress("opening the device")
@@ -68,16 +83,11 @@ def build_engine(config: Config, progress: Progress, driver: Driver | None = Non
     progress("reserving the KV cache")
     spec = model.cache_spec(config.kv_cache.block_size)
     size = size_cache(config, spec, driver.info())
-    store = _open_store(config, spec, size, driver, progress=progress)
-    worker = Worker(
-        model,
-        store,
-        HostMemoryObserver(driver, store),
-        block_size=spec.block_size,
-        num_blocks=size.num_blocks,
-    )
     cache = _open_cache(config, spec, size, driver.info())
-    group = LocalGroup(worker)
+    store = _open_store(config, spec, size, driver, progress=progress, opened=opened)
+    observer = opened.enter_context(closing(HostMemoryObserver(driver, store)))
+    group = LocalGroup(Worker(model, store, observer, block_size=spec.block_size, num_blocks=size.num_blocks))
+    opened.callback(group.close)
     cache.observe(group.observe())
     _check_capacity(cache, model_config.max_positions)
     engine = Engine(
@@ -122,10 +132,11 @@ def size_cache(config: Config, spec: CacheSpec, info: DriverInfo) -> CacheSize:
 
 
 def _checked(size: CacheSize, spec: CacheSpec, info: DriverInfo, room: int) -> CacheSize:
-    if min(size.arena_bytes, room) < spec.bytes_per_block:
+    room = min(size.arena_bytes, room)
+    if room < spec.bytes_per_block:
         raise MemoryShortage(
-            f"the KV cache may take {min(size.arena_bytes, room)} bytes, and one block of {spec.block_size} tokens "
-            f"needs {spec.bytes_per_block}: the device has {info.total} bytes, {info.free} of them free. "
+            f"the KV cache may take {room} bytes in pages of {info.page_bytes}, and one block of {spec.block_size} "
+            f"tokens needs {spec.bytes_per_block}: the device has {info.total} bytes, {info.free} of them free. "
             "Raise --max_memory_utilization or --max_cache_size, or lower --block_size"
         )
     return size
@@ -135,8 +146,9 @@ def _check_capacity(cache: CacheManager, context: int) -> None:
     tokens = cache.possible_tokens()
     if tokens < cache.block_size:
         raise MemoryShortage(
-            f"the KV cache may grow to {cache.possible_bytes()} bytes, and one block of {cache.block_size} tokens "
-            f"needs {cache.spec.bytes_per_block}. Raise --max_memory_utilization or --max_cache_size"
+            f"the KV cache may grow to {cache.possible_bytes()} bytes in pages of {cache.page_bytes}, and one block of "
+            f"{cache.block_size} tokens needs {cache.spec.bytes_per_block}, {len(cache.spec.tensors)} tensors having "
+            "pages of their own. Raise --max_memory_utilization or --max_cache_size, or lower --block_size"
         )
     if tokens < context:
         log.warning(
@@ -216,16 +228,16 @@ def _open_driver(config: Config) -> Driver:
 
 def _load_model(config: Config) -> Model:
     folder = config.model.model
-    checkpoint = open_checkpoint(folder)
-    model = build_model(load_config(folder), open_ops("cpu"), checkpoint, config.model.dtype)
-    checkpoint.close()
-    return model
+    with closing(open_checkpoint(folder)) as checkpoint:
+        return build_model(load_config(folder), open_ops("cpu"), checkpoint, config.model.dtype)
 
 
-def _open_store(config: Config, spec: CacheSpec, size: CacheSize, driver: Driver, *, progress: Progress) -> KvStore:
+def _open_store(
+    config: Config, spec: CacheSpec, size: CacheSize, driver: Driver, *, progress: Progress, opened: ExitStack
+) -> KvStore:
     sizes = [tensor.bytes_per_block * size.num_blocks for tensor in spec.tensors]
     if not config.vmm.enable_vmm_kvcache:
-        return PhysicalKvStore([AnonymousRange(nbytes) for nbytes in sizes])
+        return PhysicalKvStore([opened.enter_context(closing(AnonymousRange(nbytes))) for nbytes in sizes])
     page_bytes = driver.info().page_bytes
     pool = PagePool(
         driver,
@@ -234,7 +246,8 @@ def _open_store(config: Config, spec: CacheSpec, size: CacheSize, driver: Driver
         lock_path=None if size.pool_pages is not None else device_lock_path("cpu"),
         progress=lambda done, total: progress(f"creating pages: {done} of {total}"),
     )
-    arenas = [Arena(driver, pool, nbytes) for nbytes in sizes]
+    opened.callback(pool.close)
+    arenas = [opened.enter_context(closing(Arena(driver, pool, nbytes))) for nbytes in sizes]
     return VirtualKvStore(arenas, pool, page_bytes, fence=_cpu_fence)
 
 
@@ -244,9 +257,12 @@ def _cpu_fence() -> None:
 
 def device_lock_path(device: str) -> Path:
     """The lock file all engines of this user on `device` share, in a folder only this user may enter."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not os.access(base, os.W_OK | os.X_OK):  # unset, or inherited by a container that has no such folder
+        base = tempfile.gettempdir()
     folder = Path(base) / f"xllm-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     seen = folder.lstat()
     if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
         raise DeviceError(f"{folder} must be a folder of mode 0700 of this user; remove it and start again")

@@ -1,0 +1,102 @@
+"""How large a cache becomes, what refuses to start, and what a start that fails leaves behind: nothing."""
+
+from __future__ import annotations
+
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+from checkpoints import tiny_checkpoint
+
+from xllm_cli import LLM
+from xllm_cli.config import make_config
+from xllm_cli.core import CacheSpec, TensorSpec
+from xllm_cli.engine.host import device_lock_path, size_cache
+from xllm_cli.errors import DeviceError, MemoryShortage, XllmError
+from xllm_cli.vmm.driver import FaultyDriver, open_driver
+
+MIB = 1 << 20
+TOTAL = 512 * MIB
+PAGE = 65536
+SPEC = CacheSpec(16, (TensorSpec("kv", 48 << 10),))
+ELASTIC = {"enable_vmm_kvcache": True, "vmm_elastic": True}
+FIXED = {"enable_vmm_kvcache": True}
+
+
+@pytest.mark.parametrize(
+    ("flags", "arena", "is_fixed"),
+    [
+        (ELASTIC, TOTAL, False),
+        ({**ELASTIC, "max_memory_utilization": 0.0}, TOTAL, False),
+        ({**ELASTIC, "max_memory_utilization": 0.5}, TOTAL // 2, False),
+        ({**ELASTIC, "max_memory_utilization": 0.5, "max_cache_size": 8 * MIB}, TOTAL // 2, False),
+        (FIXED, int(TOTAL * 0.8) // PAGE * PAGE, True),
+        ({**FIXED, "max_memory_utilization": 0.5}, TOTAL // 2, True),
+        ({**FIXED, "max_cache_size": 8 * MIB}, 8 * MIB, True),
+        ({**FIXED, "max_memory_utilization": 0.0, "max_cache_size": TOTAL}, TOTAL - 64 * MIB, True),
+        ({}, int(TOTAL * 0.8), False),
+        ({"max_memory_utilization": 0.5, "max_cache_size": 8 * MIB}, 8 * MIB, False),
+        ({"max_memory_utilization": 0.0, "max_cache_size": TOTAL}, TOTAL - 64 * MIB, False),
+    ],
+)
+def test_the_arena_follows_ratio_and_cap(flags: dict, arena: int, is_fixed: bool):
+    info = open_driver("cpu", mode="4k", page_bytes=PAGE, total_bytes=TOTAL).info()
+    assert info.free == TOTAL
+    size = size_cache(make_config(**flags), SPEC, info)
+    assert size.arena_bytes == arena
+    assert size.num_blocks == arena // SPEC.bytes_per_block
+    assert size.pool_pages == (arena // PAGE if is_fixed else None)
+
+
+@pytest.mark.parametrize("flags", [ELASTIC, FIXED, {}], ids=["elastic", "fixed", "physical"])
+def test_less_than_one_block_ends_the_start_with_4_and_the_numbers(flags: dict):
+    with pytest.raises(MemoryShortage) as caught:
+        LLM(tiny_checkpoint("llama"), dtype="float32", max_cache_size=4096, **flags)
+    assert caught.value.exit_code == 4
+    text = str(caught.value)
+    assert "98304" in text  # a block of 128 tokens
+    assert "--max_cache_size" in text
+    assert ("4096" if flags != FIXED else " 0 bytes") in text
+
+
+def test_less_than_one_page_ends_the_start_and_leaves_nothing_open():
+    driver = open_driver("cpu", mode="4k")
+    with pytest.raises(MemoryShortage, match="pages of 2097152"):
+        LLM(tiny_checkpoint("llama"), driver=driver, max_cache_size=MIB, **ELASTIC)
+    assert (driver.usage()["ranges"], driver.usage()["handles"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("shortage", "kind"), [(True, MemoryShortage), (False, DeviceError)])
+@pytest.mark.parametrize("verb", ["create", "reserve", "map"])
+def test_a_driver_that_fails_at_the_start_leaves_no_page_behind(verb: str, shortage: bool, kind: type[XllmError]):
+    driver = FaultyDriver(open_driver("cpu", mode="4k", page_bytes=PAGE))
+    driver.fail(verb, 1, shortage)
+    if verb == "map":  # in the warm-up: a step that is short, tried again
+        with LLM(tiny_checkpoint("llama"), driver=driver, max_cache_size=8 * MIB, **FIXED) as llm:
+            assert llm.memory()["physical"] == 8 * MIB
+    else:
+        with pytest.raises(kind):
+            LLM(tiny_checkpoint("llama"), driver=driver, max_cache_size=8 * MIB, **FIXED)
+    assert (driver.usage()["ranges"], driver.usage()["handles"]) == (0, 0)
+
+
+def test_the_lock_lies_in_a_private_folder_even_without_a_runtime_folder(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for missing in ("", "/run/user/no-such-user"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", missing)
+        path = device_lock_path("cpu")
+        assert path.parent.parent == tmp_path
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_lock_folder_open_to_others_or_no_folder_is_refused(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = device_lock_path("cpu").parent
+    folder.chmod(0o755)
+    with pytest.raises(DeviceError, match="0700"):
+        device_lock_path("cpu")
+    folder.rmdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DeviceError, match="0700"):
+        device_lock_path("cpu")
