@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-
 from checkpoints import tiny_checkpoint
+
 from xllm_cli import LLM
 from xllm_cli.core import Request, SamplingParams
 from xllm_cli.vmm.driver import open_driver

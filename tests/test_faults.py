@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
 from checkpoints import tiny_checkpoint
+
 from xllm_cli import LLM
 from xllm_cli.core import PageDelta, PageRef, SamplingParams
 from xllm_cli.engine import host

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from checkpoints import tiny_checkpoint
+
 from xllm_cli import LLM
 from xllm_cli.core import Counters, SamplingParams
 from xllm_cli.llm import Completion
