@@ -110,3 +110,27 @@ def test_forbidding_ids_that_do_not_exist_forbids_nothing(temperature: float):
     free = RowSampling(temperature=temperature, seed=3)
     odd = RowSampling(temperature=temperature, seed=3, forbidden=(VOCABULARY, 2**31 - 1, -1))
     assert sample(logits, [odd]) == sample(logits, [free])
+
+
+@pytest.mark.parametrize("wanted", [{}, {"top_k": 3}, {"top_p": 0.999}])
+def test_min_p_drops_what_is_much_less_likely_than_the_likeliest(wanted: dict[str, float]):
+    logits = np.log(np.array([[0.5, 0.3, 0.12, 0.08]], np.float32))
+    assert set(draws(logits, 2000, min_p=0.25, **wanted).tolist()) == {0, 1}
+    assert set(draws(logits, 2000, min_p=0.2, **wanted).tolist()) == {0, 1, 2}
+    assert set(draws(logits, 400, min_p=1.0, **wanted).tolist()) == {0}
+
+
+def test_min_p_counts_after_the_temperature():
+    logits = np.log(np.array([[0.8, 0.2]], np.float32))
+    rows = [RowSampling(temperature=2.0, seed=1, position=i, min_p=0.4) for i in range(200)]
+    assert {t.token_id for t in sample(np.repeat(logits, 200, axis=0), rows)} == {0, 1}  # sqrt(0.25) is above 0.4
+
+
+@pytest.mark.parametrize("wanted", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5, "logprobs": 3}])
+def test_logits_that_are_no_numbers_draw_nothing(wanted: dict):
+    logits = logits_of(5, rows=4)
+    logits[0, 7] = np.nan
+    logits[1] = np.nan
+    logits[2] = -np.inf
+    tokens = sample(logits, [RowSampling(seed=3, **wanted)] * 4)
+    assert [token.token_id < 0 for token in tokens] == [True, True, True, False]

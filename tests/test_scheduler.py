@@ -272,3 +272,55 @@ def test_stop_tokens_end_a_sequence_once_it_is_long_enough(min_tokens: int):
         _, outputs = rig.step()
         steps += 1
     assert (steps, outputs[-1].finish) == (min_tokens + 1, "stop")
+
+
+def test_hits_are_counted_once_although_the_first_try_is_rolled_back():
+    rig = Rig(40, prefix=True)
+    rig.add(14, max_tokens=1)
+    rig.step()
+    again = rig.add(14)
+    plan = rig.plan()
+    rig.scheduler.rollback(plan, rig.done(plan, mapped=False))
+    rig.now += 1
+    rig.step()
+    totals = rig.scheduler.totals
+    assert (totals.prefix_queries, totals.prefix_hits, again.cached_tokens) == (28, 12, 12)
+
+
+def test_what_a_sequence_computed_before_its_preemption_is_no_cached_token():
+    rig = Rig(5, prefix=True)
+    old, young = rig.add(7, max_tokens=9), rig.add(3, first=50)
+    while not rig.scheduler.totals.preemptions:
+        rig.step()
+    assert young.num_generated > 4  # so that a block of it is cached
+    while young in rig.scheduler.waiting:
+        rig.step()
+    assert old not in rig.scheduler.running
+    assert rig.scheduler.totals.prefix_hits > 0
+    assert young.cached_tokens == 0
+
+
+def test_hits_during_a_chunked_prefill_are_cached_tokens_too():
+    rig = Rig(60, prefix=True, chunk=8, prefill=8)
+    rig.add(40, max_tokens=1)
+    rig.step()
+    late = rig.add(40)
+    while late.num_generated == 0:
+        rig.step()
+    assert late.cached_tokens == rig.scheduler.totals.prefix_hits > 8
+
+
+def test_an_output_that_is_not_a_number_ends_its_request_alone():
+    rig = Rig(20, prefix=True)
+    broken, fine = rig.add(9), rig.add(9, first=50)
+    plan = rig.plan()
+    drawn = (TokenLogprob(-1, 0.0), TokenLogprob(9, 0.0))
+    result = StepResult(step=plan.step, mapped=True, observation=rig.observation(), tokens=drawn)
+    outputs = rig.scheduler.commit(plan, result)
+    rig.cache.check()
+    assert (outputs[0].finish, outputs[0].error.status) == ("error", 500)
+    assert (outputs[1].finish, outputs[1].token_ids) == (None, [9])
+    assert rig.scheduler.running == [fine]
+    again = rig.add(9)
+    rig.step()
+    assert (broken.table.blocks, again.cached_tokens) == ([], 0)

@@ -69,7 +69,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities of one position: the chosen token's, and `(id, logprob)` of the likeliest."""
+    """Natural-log probabilities of one position: the chosen token's, and `(id, logprob)` of the likeliest.
+
+    `token_id` -1, from a rank only: the model's output is not a number, nothing was drawn.
+    """
 
     token_id: int
     logprob: float

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from xllm_cli.cache.manager import CacheManager
-from xllm_cli.core import Output, Row, StepPlan, StepResult
+from xllm_cli.core import Output, Row, StepPlan, StepResult, TokenLogprob
 from xllm_cli.engine.sequence import Sequence
 
 
@@ -151,7 +151,6 @@ class Scheduler:
             self._cache.shrink(sequence.table, self._cache.blocks_for(before))
             sequence.computed = before
             return False
-        self.totals.prefix_hits += sequence.computed - before
         self._add(sequence, count, draft, computed_before=before)
         return True
 
@@ -177,9 +176,7 @@ class Scheduler:
                 return
             self.waiting.popleft()
             insort(self.running, sequence, key=lambda s: s.number)
-            self.totals.prefix_queries += len(sequence.tokens)
-            self.totals.prefix_hits += draft.entries[-1].row.start
-            sequence.admitted(draft.entries[-1].row.start)
+            sequence.admitted()
         if self.waiting:
             self.waiting_for = "a slot"
 
@@ -274,26 +271,33 @@ class Scheduler:
         drawn = iter(result.tokens)
         outputs: list[Output] = []
         for entry in self._draft.entries:
-            sequence, row = entry.sequence, entry.row
-            self._count(sequence, row)
-            sequence.computed += len(row.token_ids)
-            if row.sampling is not None:
-                token = next(drawn)
-                finish = sequence.append(token.token_id)
-                outputs.append(sequence.output([token], finish))
-            else:
-                finish = None
-            self._cache.publish(sequence.table, sequence.tokens, sequence.computed)
-            if finish is not None:
-                self.remove(sequence)
+            self._count(entry)
+            entry.sequence.computed += len(entry.row.token_ids)
+            output = self._take(entry.sequence, next(drawn)) if entry.row.sampling is not None else None
+            if output is None or output.error is None:  # else its KV is not for others
+                self._cache.publish(entry.sequence.table, entry.sequence.tokens, entry.sequence.computed)
+            if output is not None:
+                outputs.append(output)
+                if output.finish is not None:
+                    self.remove(entry.sequence)
         self._draft.entries.clear()
         return outputs
 
-    def _count(self, sequence: Sequence, row: Row) -> None:
-        end = row.start + len(row.token_ids)
+    def _take(self, sequence: Sequence, token: TokenLogprob) -> Output:
+        if token.token_id < 0:
+            return sequence.failure("the model's output for this request is not a number", "model_output_invalid")
+        self.totals.generated_tokens += 1
+        finish = sequence.append(token.token_id)
+        return sequence.output([token], finish)
+
+    def _count(self, entry: _Entry) -> None:
+        sequence, row = entry.sequence, entry.row
+        end, hits = row.start + len(row.token_ids), row.start - entry.computed_before
         self.totals.prompt_tokens += max(0, min(end, sequence.num_prompt) - row.start)
         self.totals.prefill_chunks += not sequence.is_decoding
-        self.totals.generated_tokens += row.sampling is not None
+        self.totals.prefix_queries += len(sequence.tokens) if entry.admitted else 0
+        self.totals.prefix_hits += hits
+        sequence.hit(hits)
 
     def sequences(self) -> Iterable[Sequence]:
         """Everything that is not finished."""

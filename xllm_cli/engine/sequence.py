@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from xllm_cli.cache.blocks import BlockTable
-from xllm_cli.core import FinishReason, Output, Request, Row, RowSampling, TokenLogprob
+from xllm_cli.core import ErrorInfo, FinishReason, Output, Request, Row, RowSampling, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -65,11 +65,15 @@ class Sequence:
             sampling=self._sampling() if end == len(self.tokens) else None,
         )
 
-    def admitted(self, computed: int) -> None:
-        """It runs from here on; `computed` tokens came from the prefix cache."""
-        self.cached_tokens = max(self.cached_tokens, computed)
+    def admitted(self) -> None:
+        """It runs from here on."""
         if self.admitted_at is None:
             self.admitted_at = time.monotonic()
+
+    def hit(self, tokens: int) -> None:
+        """So many were taken from the prefix cache. After a preemption they may be its own: it had paid for them."""
+        if self.preempted_in_step < 0:
+            self.cached_tokens += tokens
 
     def _sampling(self) -> RowSampling:
         wanted = self.request.sampling
@@ -94,6 +98,10 @@ class Sequence:
         if self.num_generated >= self.max_tokens:
             return "length"
         return None
+
+    def failure(self, message: str, code: str) -> Output:
+        """The last output of a sequence that cannot go on."""
+        return Output(request_id=self.request.request_id, finish="error", error=ErrorInfo(message, 500, code))
 
     def output(self, tokens: list[TokenLogprob], finish: FinishReason | None = None) -> Output:
         """What the client hears of this step."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from xllm_cli.core import RowSampling, TokenLogprob
 
+NO_TOKEN = TokenLogprob(-1, 0.0)
 _MASK = 0xFFFFFFFF
 _FLOAT_ROW = npt.NDArray[np.float32]
 
@@ -37,7 +38,10 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def sample(logits: _FLOAT_ROW, rows: Sequence[RowSampling]) -> tuple[TokenLogprob, ...]:
-    """One token per row. logits: [len(rows), vocabulary] float32, may be overwritten where tokens are forbidden."""
+    """One token per row, NO_TOKEN where the logits hold a NaN or nothing that may be drawn.
+
+    logits: [len(rows), vocabulary] float32.
+    """
     return tuple(_sample_row(line, row) for line, row in zip(logits, rows, strict=True))
 
 
@@ -47,7 +51,11 @@ def _sample_row(logits: _FLOAT_ROW, row: RowSampling) -> TokenLogprob:
         logits = logits.copy()
         # clients may list ids that do not exist: nothing to forbid then
         logits[[token for token in row.forbidden if 0 <= token < len(logits)]] = -np.inf
-    token = int(logits.argmax()) if row.temperature == 0 or row.top_k == 1 else _draw(logits, row)
+    token = int(logits.argmax())  # to numpy a NaN is the largest
+    if not np.isfinite(logits[token]):
+        return NO_TOKEN
+    if row.temperature != 0 and row.top_k != 1:
+        token = _draw(logits, row)
     if row.logprobs is None:
         return TokenLogprob(token, 0.0)
     return _with_logprobs(raw, token, row.logprobs)
