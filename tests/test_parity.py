@@ -15,6 +15,7 @@ from checkpoints import tiny_checkpoint
 from xllm_cli import LLM
 from xllm_cli.core import Counters, SamplingParams
 from xllm_cli.llm import Completion
+from xllm_cli.models.ops.cpu import CpuOps
 
 MIB = 1 << 20
 SMALL = {"block_size": 16, "max_tokens_per_chunk_for_prefill": 16, "enable_vmm_kvcache": True, "vmm_elastic": True}
@@ -140,6 +141,13 @@ VIRTUAL = {
     "host_page_mode": "4k",
     "phy_page_granularity_size": 65536,
 }
+
+
+def test_bf16_answers_are_bit_equal_with_a_tensor_per_layer(prompts, alone, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CpuOps, "kv_layout", "per_layer")
+    answers, counters = run(prompts, **VIRTUAL)
+    assert counters.pages_mapped % 6 == 0  # k and v of three layers grow together
+    assert same(answers, alone)
 
 
 @pytest.mark.parametrize(
