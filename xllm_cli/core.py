@@ -18,7 +18,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `max_tokens` None means: as many as context and memory allow. `temperature` 0 is greedy. `top_k` 0 is off. `seed`
     None takes the engine's. `logprobs` None reports none, n reports the sampled token and the n likeliest.
-    `stop_token_ids` holds the model's end tokens too unless the request ignores them (`ignore_eos`).
+    `stop_token_ids` holds the model's end tokens too unless the request ignores them (`ignore_eos`). `min_p` drops
+    tokens less likely than that share of the likeliest. The presence and the frequency penalty are subtracted for
+    what was generated, once and for each time; `repetition_penalty` divides the positive and multiplies the negative
+    logits of the prompt's tokens too; `logit_bias` holds (token id, what is added to its logit).
     """
 
     max_tokens: int | None = None
@@ -30,6 +33,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 class MediaSpan(msgspec.Struct, frozen=True):
@@ -275,17 +283,33 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 # --- one step: scheduler → worker → scheduler ----------------------------------------------------------------------
 
 
+class LogitChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done to a row's logits before its token is drawn; a function of the sequence's own tokens.
+
+    `history` is the sequence so far, of which the first `num_prompt` tokens are its prompt; empty without penalties.
+    """
+
+    history: list[int] = []
+    num_prompt: int = 0
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+
+
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     """How a row's next token is drawn. Randomness is Philox(seed, choice, position): no generator state."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
     choice: int = 0
     position: int = 0
     logprobs: int | None = None
     forbidden: tuple[int, ...] = ()
+    changes: LogitChanges | None = None
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -82,11 +82,29 @@ class Sequence:
             temperature=wanted.temperature,
             top_p=wanted.top_p,
             top_k=wanted.top_k,
+            min_p=wanted.min_p,
             seed=self.seed,
             choice=self.request.choice,
             position=self.num_generated,
             logprobs=wanted.logprobs,
             forbidden=wanted.stop_token_ids if held_back else (),
+            changes=self._changes(),
+        )
+
+    def _changes(self) -> LogitChanges | None:
+        """What the tokens so far do to the next logits; None, the usual case, costs nothing."""
+        wanted = self.request.sampling
+        penalties = (wanted.presence_penalty, wanted.frequency_penalty, wanted.repetition_penalty)
+        is_penalised = penalties != (0.0, 0.0, 1.0)
+        if not is_penalised and not wanted.logit_bias:
+            return None
+        return LogitChanges(
+            history=list(self.tokens) if is_penalised else [],
+            num_prompt=self.num_prompt,
+            presence=wanted.presence_penalty,
+            frequency=wanted.frequency_penalty,
+            repetition=wanted.repetition_penalty,
+            bias=wanted.logit_bias,
         )
 
     def append(self, token_id: int) -> FinishReason | None:

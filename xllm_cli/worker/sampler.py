@@ -1,8 +1,9 @@
 """From logits to tokens, one row at a time, so that a row's token never depends on the rows beside it.
 
-Greedy is the first maximum. Otherwise temperature, top-k and top-p narrow the distribution and one uniform number
-picks by inverse distribution function; it comes from Philox4x32-10 keyed by (seed, choice, position), so there is no
-generator state to lose in a preemption. Reported logprobs are those of the raw logits.
+Greedy is the first maximum. Otherwise temperature, min-p, top-k and top-p narrow the distribution, in this order, and
+one uniform number picks by inverse distribution function; it comes from Philox4x32-10 keyed by (seed, choice,
+position), so there is no generator state to lose in a preemption. Reported logprobs are those of the raw logits,
+before penalties, bias and masks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xllm_cli.core import RowSampling, TokenLogprob
+from xllm_cli.worker.logits import changed
 
 NO_TOKEN = TokenLogprob(-1, 0.0)
 _MASK = 0xFFFFFFFF
@@ -40,17 +42,15 @@ def uniform(seed: int, choice: int, position: int) -> float:
 def sample(logits: _FLOAT_ROW, rows: Sequence[RowSampling]) -> tuple[TokenLogprob, ...]:
     """One token per row, NO_TOKEN where the logits hold a NaN or nothing that may be drawn.
 
-    logits: [len(rows), vocabulary] float32.
+    logits: [len(rows), vocabulary] float32, not changed.
     """
     return tuple(_sample_row(line, row) for line, row in zip(logits, rows, strict=True))
 
 
 def _sample_row(logits: _FLOAT_ROW, row: RowSampling) -> TokenLogprob:
     raw = logits
-    if row.forbidden:
-        logits = logits.copy()
-        # clients may list ids that do not exist: nothing to forbid then
-        logits[[token for token in row.forbidden if 0 <= token < len(logits)]] = -np.inf
+    if row.forbidden or row.changes is not None:
+        logits = changed(logits, row.changes, row.forbidden)
     token = int(logits.argmax())  # to numpy a NaN is the largest
     if not np.isfinite(logits[token]):
         return NO_TOKEN
@@ -75,9 +75,13 @@ def _candidates(logits: _FLOAT_ROW, row: RowSampling) -> tuple[npt.NDArray[np.in
     whole = len(logits)
     count = min(row.top_k, whole) if row.top_k > 0 else whole
     if count == whole and row.top_p >= 1:
-        return np.arange(whole), _weights(logits, row.temperature)
+        weights = _weights(logits, row.temperature)
+        return np.arange(whole), np.where(weights < row.min_p, 0.0, weights) if row.min_p > 0 else weights
     order = _likeliest(logits, count)
     weights = _weights(logits[order], row.temperature)
+    if row.min_p > 0:  # the likeliest weighs 1
+        keep = int(np.searchsorted(-weights, -row.min_p, side="right"))
+        order, weights = order[:keep], weights[:keep]
     if row.top_p < 1:
         # the smallest set of likeliest tokens that reaches top_p: the one that crosses it belongs to it
         reached = np.cumsum(weights)
