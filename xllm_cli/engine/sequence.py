@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from xllm_cli.cache.blocks import BlockTable
-from xllm_cli.core import ErrorInfo, FinishReason, Output, Request, Row, RowSampling, TokenLogprob
+from xllm_cli.core import ErrorInfo, FinishReason, LogitChanges, Output, Request, Row, RowSampling, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
