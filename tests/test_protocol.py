@@ -57,6 +57,11 @@ def test_any_body_is_parsed_or_refused(body: bytes) -> None:
         ("temperature", [0, 0.0, 1, 2], [-0.1, 2.1, "1", True]),
         ("top_p", [0.01, 1], [0, 1.1, -1]),
         ("top_k", [-1, 0, 1, 50], [-2, 1.5, "1"]),
+        ("min_p", [0, 0.5, 1], [-0.1, 1.1, "0"]),
+        ("presence_penalty", [-2, 0, 2], [-2.1, 2.1, True]),
+        ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1]),
+        ("repetition_penalty", [0.1, 1, 2], [0, -1, 101]),
+        ("logit_bias", [{}, {"0": -100, "7": 1.5}], [{"x": 1}, {"-1": 1}, {"1": 101}, {"1": None}, [], {"²": 1}]),
         ("max_tokens", [1, 2**31 - 1], [0, -1, 1.5, "1", True, 2**31]),
         ("min_tokens", [0, 1], [-1]),
         ("n", [1, 128], [0, 129]),
@@ -138,6 +143,13 @@ def test_log_probabilities_are_counted() -> None:
     assert completion(logprobs=2).num_logprobs == 2
     with pytest.raises(RequestError, match="top_logprobs needs logprobs"):
         chat(top_logprobs=3)
+
+
+def test_biases_are_by_token_id() -> None:
+    assert completion(logit_bias={"10": 1, "9": -2.5}).biases == ((9, -2.5), (10, 1.0))
+    assert completion().biases == ()
+    with pytest.raises(RequestError, match="at most"):
+        completion(logit_bias={str(token): 1 for token in range(1025)})
 
 
 def test_stream_options_need_a_stream() -> None:

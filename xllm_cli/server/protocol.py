@@ -14,6 +14,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from xllm_cli.errors import RequestError
+from xllm_cli.server.sampling_fields import SamplingFields
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
@@ -33,7 +34,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (None, False),
     "documents": (None, []),
     "echo": (None, False),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none"),
     "functions": (None, []),
     "guided_choice": (None,),
@@ -41,13 +41,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_json": (None,),
     "guided_regex": (None,),
     "input_tensors": (None,),
-    "logit_bias": (None, {}),
-    "min_p": (None, 0),
     "modalities": (None, ["text"]),
-    "presence_penalty": (None, 0),
     "prompt_embeds": (None,),
     "prompt_logprobs": (None,),
-    "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
     "structured_outputs": (None,),
     "suffix": (None, ""),
@@ -69,19 +65,13 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(SamplingFields):
     """What completions and chat have in common."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None

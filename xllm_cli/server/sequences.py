@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from xllm_cli.core import Ready, Request, SamplingParams
 from xllm_cli.errors import RequestError
 from xllm_cli.server.detokenizer import TextOptions
@@ -75,7 +77,26 @@ def _sampling(asked: GenerationRequest, num_prompt: int, ready: Ready, tokenizer
         logprobs=asked.num_logprobs,
         stop_token_ids=tuple(sorted({*ends, *(asked.stop_token_ids or ())})),
         ignore_eos=bool(asked.ignore_eos),
+        **_changes(asked, ready),
     )
+
+
+def _changes(asked: GenerationRequest, ready: Ready) -> dict[str, Any]:
+    """The fields of SamplingParams that change logits."""
+    biases = asked.biases
+    if biases and biases[-1][0] >= ready.vocab_size:
+        raise RequestError(
+            f"logit_bias has token ids that are not below {ready.vocab_size}, the size of the vocabulary",
+            code="invalid_value",
+            param="logit_bias",
+        )
+    return {
+        "min_p": float(asked.min_p or 0),
+        "presence_penalty": float(asked.presence_penalty or 0),
+        "frequency_penalty": float(asked.frequency_penalty or 0),
+        "repetition_penalty": float(asked.repetition_penalty or 1),
+        "logit_bias": biases,
+    }
 
 
 def text_options(asked: GenerationRequest, sampling: SamplingParams) -> TextOptions:
