@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import uuid
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -19,6 +19,7 @@ from xllm_cli.flags import SecurityConfig
 from xllm_cli.server import admin, failures, info, messages, openai, probes, responses, tokens
 from xllm_cli.server.access_log import PROBES, AccessLog
 from xllm_cli.server.guard import Guard, admin_only
+from xllm_cli.server.instruments import HttpInstruments
 from xllm_cli.server.keys import ApiKeys
 from xllm_cli.server.state import ServerState
 
@@ -29,11 +30,11 @@ _PREFLIGHT_SECONDS = 600
 
 def create_app(state: ServerState, keys: ApiKeys, security: SecurityConfig) -> ASGIApp:
     """The application over this state."""
-    routes = create_routes(state, keys)
-    for route in routes.routes:
-        if isinstance(route, APIRoute):
-            for method in route.methods or ():
-                state.instruments.http.announce(method, route.path, is_timed=route.path not in PROBES)
+    routes = FastAPI(title="xllm", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    failures.install(routes)
+    for router in create_routers(state, keys):
+        routes.include_router(router)
+        _announce(router, state.instruments.http)
     app: ASGIApp = Guard(routes, keys, public_metrics=security.public_metrics)
     origins = [origin.strip().rstrip("/") for origin in security.allowed_origins.split(",") if origin.strip()]
     if origins:
@@ -45,14 +46,17 @@ def create_app(state: ServerState, keys: ApiKeys, security: SecurityConfig) -> A
     return Envelope(AccessLog(app, state.instruments.http, state.service.access_log))
 
 
-def create_routes(state: ServerState, keys: ApiKeys) -> FastAPI:
-    """The routes alone."""
-    app = FastAPI(title="xllm", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    failures.install(app)
-    for part in (openai, responses, messages, tokens, info, probes):
-        app.include_router(part.routes(state))
-    app.include_router(admin.routes(state, admin_only(keys)))
-    return app
+def create_routers(state: ServerState, keys: ApiKeys) -> list[APIRouter]:
+    """Every route there is."""
+    parts = (openai, responses, messages, tokens, info, probes)
+    return [*(part.routes(state) for part in parts), admin.routes(state, admin_only(keys))]
+
+
+def _announce(router: APIRouter, http: HttpInstruments) -> None:
+    for route in router.routes:
+        if isinstance(route, APIRoute):
+            for method in route.methods or ():
+                http.announce(method, route.path, is_timed=route.path not in PROBES)
 
 
 class Envelope:

@@ -105,14 +105,18 @@ def _load_routes(router: APIRouter, state: ServerState) -> None:
             "token_usage": _used_tokens(state, snapshot.memory) / capacity if capacity else 0.0,
             "max_running_requests": state.service.max_concurrent_requests,
         }
-        names = ("num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens")
         return json_response(
             {
                 "timestamp": datetime.now(UTC).isoformat(),
                 "version": __version__,
                 "dp_rank_count": 1,
                 "loads": [rank],
-                "aggregate": {name.replace("num_", "total_"): rank[name] for name in names},
+                "aggregate": {
+                    "total_running_reqs": snapshot.num_running,
+                    "total_waiting_reqs": snapshot.num_waiting,
+                    "total_reqs": snapshot.num_running + snapshot.num_waiting,
+                    "avg_token_usage": rank["token_usage"],
+                },
             }
         )
 

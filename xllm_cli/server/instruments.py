@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
 from xllm_cli.core import Counters, Request, Snapshot
 
@@ -43,6 +43,7 @@ class Instruments:
     """Counters and histograms of one server, in one registry."""
 
     def __init__(self, model_id: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a series beside each, which nobody reads
         self.registry = CollectorRegistry()
         self._model = (model_id, ENGINE)
         self._histograms = {name: self._histogram(name, text, buckets) for name, text, buckets in _HISTOGRAMS}
