@@ -21,7 +21,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `stop_token_ids` holds the model's end tokens too unless the request ignores them (`ignore_eos`). `min_p` drops
     tokens less likely than that share of the likeliest. The presence and the frequency penalty are subtracted for
     what was generated, once and for each time; `repetition_penalty` divides the positive and multiplies the negative
-    logits of the prompt's tokens too; `logit_bias` holds (token id, what is added to its logit).
+    logits of the prompt's tokens too; `logit_bias` holds (token id, what is added to its logit). With `prompt_logprobs`
+    the prompt's tokens are reported as `logprobs` reports new ones; only then `max_tokens` may be 0.
     """
 
     max_tokens: int | None = None
@@ -38,6 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: int | None = None
 
 
 class MediaSpan(msgspec.Struct, frozen=True):
@@ -100,12 +102,15 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step did for one request. `finish` is set exactly once, on the last output of a request.
 
+    `prompt_logprobs` are those of the next tokens of the prompt, counted from its second: the first has none. All of
+    them come before or with the first generated token.
     `prefill_seconds`, on the first output only, is the time from the request's admission to its first token.
     """
 
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] = []
     finish: FinishReason | None = None
     error: ErrorInfo | None = None
     prompt_tokens: int = 0
@@ -312,6 +317,17 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True):
     changes: LogitChanges | None = None
 
 
+class PromptScoring(msgspec.Struct, frozen=True):
+    """Tokens of the prompt whose log probabilities are wanted: the row's token `first + i` predicts `targets[i]`.
+
+    `top` is how many of the likeliest are reported beside each.
+    """
+
+    first: int
+    targets: list[int]
+    top: int
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence's part of a step: run `token_ids` at absolute positions `start …`, all their KV in `blocks`.
 
@@ -323,6 +339,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     blocks: list[int]
     sampling: RowSampling | None = None
+    scoring: PromptScoring | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -340,12 +357,14 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a plan. `mapped` False: no row ran, this delta's maps were undone, its unmaps stand.
 
-    `tokens` has one entry per row with `sampling`, in row order. `stuck` are pages whose unmap failed (still mapped).
+    `tokens` has one entry per row with `sampling`, `scores` one per row with `scoring`, in row order. `stuck` are pages
+    whose unmap failed (still mapped).
     """
 
     step: int
     mapped: bool
     observation: Observation
     tokens: tuple[TokenLogprob, ...] = ()
+    scores: tuple[list[TokenLogprob], ...] = ()
     stuck: tuple[PageRef, ...] = ()
     shortage: str = ""

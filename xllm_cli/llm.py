@@ -31,6 +31,7 @@ class Completion:
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     error: ErrorInfo | None = None
@@ -40,6 +41,7 @@ class Completion:
         """Append what one step did."""
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or []
+        self.prompt_logprobs += output.prompt_logprobs
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self.finish_reason, self.error = output.finish, output.error
 

@@ -163,16 +163,18 @@ class Engine:
         limits, prompt, asked = self._limits, len(request.prompt_ids), request.sampling.max_tokens
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
-        if asked is not None and asked < 1:
-            raise RequestError(f"max_tokens is {asked}; it must be at least 1, or unset", param="max_tokens")
+        least = 1 if request.sampling.prompt_logprobs is None else 0
+        if asked is not None and asked < least:
+            raise RequestError(f"max_tokens is {asked}; it must be at least {least}, or unset", param="max_tokens")
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is already in use", status=409, code="duplicate_id")
         bad = next((t for t in request.prompt_ids if not 0 <= t < limits.vocab_size), None)
         if bad is not None:
             raise RequestError(f"token id {bad} is not in the vocabulary of {limits.vocab_size}", param="prompt")
-        if prompt + (asked or 1) > limits.max_model_len:
+        wanted = 1 if asked is None else asked
+        if prompt + wanted > limits.max_model_len:
             raise RequestError(
-                f"the prompt has {prompt} tokens and max_tokens is {asked or 1}: together more than the context of "
+                f"the prompt has {prompt} tokens and max_tokens is {wanted}: together more than the context of "
                 f"{limits.max_model_len} tokens",
                 code="context_length_exceeded",
                 param="prompt",
@@ -199,7 +201,7 @@ class Engine:
                 code="kv_capacity_exceeded",
                 param="max_tokens" if asked else "prompt",
             )
-        return asked or min(self._limits.max_model_len - prompt, possible + 1 - prompt)
+        return min(self._limits.max_model_len - prompt, possible + 1 - prompt) if asked is None else asked
 
     def _bytes_for(self, tokens: int) -> int:
         return self._cache.blocks_for(tokens) * self._cache.spec.bytes_per_block

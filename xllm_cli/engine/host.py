@@ -39,6 +39,7 @@ log = logging.getLogger("xllm.engine")
 
 CPU_PREFILL_TOKENS = 512  # what a step prefills on cpu when no chunk is given (DESIGN.md §8)
 SPARE_BYTES = 64 << 20  # emptied pages kept mapped for a second at most, in all
+SCORING_BYTES = 64 << 20  # logits of a step's prompt tokens whose log probabilities are wanted
 WARM_UP_TOKENS = 64
 WARM_UP_SECONDS = 20.0
 WARM_UP_ID = "warm-up"
@@ -91,7 +92,7 @@ def _build(config: Config, progress: Progress, driver: Driver | None, opened: Ex
     cache.observe(group.observe())
     _check_capacity(cache, model_config.max_positions)
     engine = Engine(
-        Scheduler(cache, _step_limits(config)),
+        Scheduler(cache, _step_limits(config, model_config.vocab_size)),
         cache,
         group,
         limits=_serving_limits(config, model_config.max_positions, model_config.vocab_size),
@@ -176,14 +177,16 @@ def _open_cache(config: Config, spec: CacheSpec, size: CacheSize, info: DriverIn
     )
 
 
-def _step_limits(config: Config) -> StepLimits:
+def _step_limits(config: Config, vocab_size: int) -> StepLimits:
     flags = config.scheduler
     chunk = flags.max_tokens_per_chunk_for_prefill
-    if not flags.enable_chunked_prefill:
-        return StepLimits(flags.max_tokens_per_batch, flags.max_seqs_per_batch, None, None, _shares(config))
-    prefill = CPU_PREFILL_TOKENS if chunk is None else None
     return StepLimits(
-        flags.max_tokens_per_batch, flags.max_seqs_per_batch, chunk or CPU_PREFILL_TOKENS, prefill, _shares(config)
+        tokens=flags.max_tokens_per_batch,
+        sequences=flags.max_seqs_per_batch,
+        chunk=chunk or CPU_PREFILL_TOKENS if flags.enable_chunked_prefill else None,
+        prefill=CPU_PREFILL_TOKENS if flags.enable_chunked_prefill and chunk is None else None,
+        share_in_batch=_shares(config),
+        scored=max(1, SCORING_BYTES // (4 * vocab_size)),
     )
 
 

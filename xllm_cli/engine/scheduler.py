@@ -22,13 +22,17 @@ from xllm_cli.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Bounds of one step. `chunk` is the most prompt tokens of one sequence, `prefill` of all; None is no bound."""
+    """Bounds of one step. `chunk` is the most prompt tokens of one sequence, `prefill` of all; None is no bound.
+
+    `scored` bounds the tokens of prompts whose log probabilities are wanted: each needs a row of logits.
+    """
 
     tokens: int
     sequences: int
     chunk: int | None
     prefill: int | None
     share_in_batch: bool = False
+    scored: int = 256
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class _Draft:
     step: int
     tokens_left: int
     prefill_left: int
+    scored_left: int = 0
     entries: list[_Entry] = field(default_factory=list)
     is_short: bool = False
 
@@ -98,7 +103,7 @@ class Scheduler:
         limits = self._limits
         prefill = limits.tokens if limits.prefill is None else limits.prefill
         self.totals.steps += 1
-        self._draft = draft = _Draft(self.totals.steps, limits.tokens, prefill)
+        self._draft = draft = _Draft(self.totals.steps, limits.tokens, prefill, limits.scored)
         self.waiting_for = ""
         self._obey_limit(draft)
         self._schedule_decodes(draft)
@@ -196,8 +201,9 @@ class Scheduler:
         return True
 
     def _match(self, sequence: Sequence) -> None:
-        """Take over what is cached of the part not yet computed; possible only at a block boundary."""
-        if sequence.computed % self._cache.block_size == 0:
+        """Take over what is cached of the part not yet computed; possible only at a block boundary. What is cached has
+        no log probabilities, so a prompt that wants them is computed."""
+        if sequence.num_unscored == 0 and sequence.computed % self._cache.block_size == 0:
             sequence.computed = max(sequence.computed, self._cache.match(sequence.table, sequence.tokens))
 
     def _chunk(self, sequence: Sequence, draft: _Draft) -> int:
@@ -205,6 +211,8 @@ class Scheduler:
         a preemption can be longer than a whole step, and is cut then."""
         missing = len(sequence.tokens) - sequence.computed
         room = min(draft.tokens_left, draft.prefill_left)
+        if sequence.num_unscored:  # a cut is allowed even without chunking
+            return min(missing, room, draft.scored_left, self._limits.chunk or missing)
         if self._limits.chunk is not None:
             return min(missing, room, self._limits.chunk)
         return min(missing, room) if missing <= room or not draft.entries else 0
@@ -229,6 +237,7 @@ class Scheduler:
         draft.tokens_left -= count
         if not sequence.is_decoding:
             draft.prefill_left -= count
+            draft.scored_left -= count if sequence.num_unscored else 0
             if self._limits.share_in_batch:
                 self._cache.publish(sequence.table, sequence.tokens, sequence.computed + count, provisional=True)
 
@@ -268,12 +277,18 @@ class Scheduler:
         """Every row ran: append tokens, publish full blocks, release what finished. One output per token drawn."""
         self._cache.acknowledge(plan.delta, result.stuck)
         self._cache.observe(result.observation)
-        drawn = iter(result.tokens)
+        drawn, scored = iter(result.tokens), iter(result.scores)
         outputs: list[Output] = []
         for entry in self._draft.entries:
             self._count(entry)
             entry.sequence.computed += len(entry.row.token_ids)
-            output = self._take(entry.sequence, next(drawn)) if entry.row.sampling is not None else None
+            scores = next(scored) if entry.row.scoring is not None else []
+            finish = entry.sequence.score(scores)
+            output: Output | None = None
+            if entry.row.sampling is not None:
+                output = self._take(entry.sequence, next(drawn), scores)
+            elif scores or finish is not None:
+                output = entry.sequence.output([], finish, scores)
             if output is None or output.error is None:  # else its KV is not for others
                 self._cache.publish(entry.sequence.table, entry.sequence.tokens, entry.sequence.computed)
             if output is not None:
@@ -283,12 +298,12 @@ class Scheduler:
         self._draft.entries.clear()
         return outputs
 
-    def _take(self, sequence: Sequence, token: TokenLogprob) -> Output:
+    def _take(self, sequence: Sequence, token: TokenLogprob, scores: list[TokenLogprob]) -> Output:
         if token.token_id < 0:
             return sequence.failure("the model's output for this request is not a number", "model_output_invalid")
         self.totals.generated_tokens += 1
         finish = sequence.append(token.token_id)
-        return sequence.output([token], finish)
+        return sequence.output([token], finish, scores)
 
     def _count(self, entry: _Entry) -> None:
         sequence, row = entry.sequence, entry.row

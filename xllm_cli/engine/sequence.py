@@ -9,7 +9,17 @@ import time
 from dataclasses import dataclass, field
 
 from xllm_cli.cache.blocks import BlockTable
-from xllm_cli.core import ErrorInfo, FinishReason, LogitChanges, Output, Request, Row, RowSampling, TokenLogprob
+from xllm_cli.core import (
+    ErrorInfo,
+    FinishReason,
+    LogitChanges,
+    Output,
+    PromptScoring,
+    Request,
+    Row,
+    RowSampling,
+    TokenLogprob,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +27,8 @@ class Sequence:
     """`tokens` is the prompt and what was generated; positions `[0, computed)` have their KV written.
 
     A running sequence whose `computed == len(tokens) - 1` decodes; otherwise it prefills. After a preemption
-    `computed` is 0 again and the generated tokens are prefilled like a prompt.
+    `computed` is 0 again and the generated tokens are prefilled like a prompt. The log probabilities of the prompt's
+    first `scored` tokens, if asked for, have been told; the very first has none.
     """
 
     number: int
@@ -27,6 +38,7 @@ class Sequence:
     seed: int
     tokens: list[int] = field(init=False)
     computed: int = 0
+    scored: int = 1
     cached_tokens: int = 0
     preempted_in_step: int = -1
     admitted_at: float | None = None
@@ -47,7 +59,12 @@ class Sequence:
     @property
     def most_positions(self) -> int:
         """Positions whose KV may ever be written: the last token's never is."""
-        return self.num_prompt + self.max_tokens - 1
+        return self.num_prompt + max(self.max_tokens, 1) - 1
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt whose log probabilities are still to be told."""
+        return self.num_prompt - self.scored if self.request.sampling.prompt_logprobs is not None else 0
 
     @property
     def is_decoding(self) -> bool:
@@ -62,8 +79,16 @@ class Sequence:
             token_ids=self.tokens[self.computed : end],
             start=self.computed,
             blocks=list(self.table.blocks),
-            sampling=self._sampling() if end == len(self.tokens) else None,
+            sampling=self._sampling() if end == len(self.tokens) and self.max_tokens else None,
+            scoring=self._scoring(end) if self.num_unscored else None,
         )
+
+    def _scoring(self, end: int) -> PromptScoring | None:
+        """The tokens of the prompt predicted before position `end` and not told yet."""
+        targets = self.tokens[self.scored : min(end + 1, self.num_prompt)]
+        if not targets:
+            return None  # a recomputation that has not come so far
+        return PromptScoring(self.scored - 1 - self.computed, targets, self.request.sampling.prompt_logprobs or 0)
 
     def admitted(self) -> None:
         """It runs from here on."""
@@ -107,6 +132,11 @@ class Sequence:
             bias=wanted.logit_bias,
         )
 
+    def score(self, scores: list[TokenLogprob]) -> FinishReason | None:
+        """Take the prompt's next log probabilities; the reason if nothing else was asked for."""
+        self.scored += len(scores)
+        return None if self.max_tokens or self.computed < self.num_prompt else "length"
+
     def append(self, token_id: int) -> FinishReason | None:
         """Take the next token; the reason if the sequence ends with it."""
         self.tokens.append(token_id)
@@ -121,13 +151,19 @@ class Sequence:
         """The last output of a sequence that cannot go on."""
         return Output(request_id=self.request.request_id, finish="error", error=ErrorInfo(message, 500, code))
 
-    def output(self, tokens: list[TokenLogprob], finish: FinishReason | None = None) -> Output:
+    def output(
+        self,
+        tokens: list[TokenLogprob],
+        finish: FinishReason | None = None,
+        scores: list[TokenLogprob] | None = None,
+    ) -> Output:
         """What the client hears of this step."""
-        is_first = self.num_generated == len(tokens)
+        is_first = self.num_generated == len(tokens) and (self.num_generated > 0 or finish is not None)
         return Output(
             request_id=self.request.request_id,
             token_ids=[t.token_id for t in tokens],
             logprobs=tokens if self.request.sampling.logprobs is not None else None,
+            prompt_logprobs=scores or [],
             finish=finish,
             prompt_tokens=self.num_prompt,
             cached_tokens=self.cached_tokens,

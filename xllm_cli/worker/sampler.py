@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from xllm_cli.core import RowSampling, TokenLogprob
+from xllm_cli.core import PromptScoring, RowSampling, TokenLogprob
 from xllm_cli.worker.logits import changed
 
 NO_TOKEN = TokenLogprob(-1, 0.0)
@@ -45,6 +45,12 @@ def sample(logits: _FLOAT_ROW, rows: Sequence[RowSampling]) -> tuple[TokenLogpro
     logits: [len(rows), vocabulary] float32, not changed.
     """
     return tuple(_sample_row(line, row) for line, row in zip(logits, rows, strict=True))
+
+
+def score(logits: _FLOAT_ROW, wanted: Sequence[PromptScoring]) -> tuple[list[TokenLogprob], ...]:
+    """The log probabilities of prompts' tokens. logits: [targets of all in order, vocabulary] float32."""
+    lines = iter(logits)
+    return tuple([_with_logprobs(next(lines), target, each.top) for target in each.targets] for each in wanted)
 
 
 def _sample_row(logits: _FLOAT_ROW, row: RowSampling) -> TokenLogprob:
@@ -92,6 +98,8 @@ def _candidates(logits: _FLOAT_ROW, row: RowSampling) -> tuple[npt.NDArray[np.in
 
 def _likeliest(logits: _FLOAT_ROW, count: int) -> npt.NDArray[np.intp]:
     """Ids of the `count` largest logits, largest first, ties by lowest id."""
+    if count == 1:
+        return np.array([logits.argmax()])
     if count >= len(logits):
         return np.argsort(-logits, kind="stable")
     smallest_kept = np.partition(logits, -count)[-count]

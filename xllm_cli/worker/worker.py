@@ -13,7 +13,7 @@ from xllm_cli.models.registry import Model
 from xllm_cli.worker.inputs import build_batch
 from xllm_cli.worker.kv_store import KvStore
 from xllm_cli.worker.memory import MemoryObserver
-from xllm_cli.worker.sampler import sample
+from xllm_cli.worker.sampler import sample, score
 
 
 class Worker:
@@ -37,14 +37,17 @@ class Worker:
         outcome = self._store.apply(plan.delta, plan.keep_free)
         self._observer.begin_step()
         tokens: tuple[TokenLogprob, ...] = ()
+        scores: tuple[list[TokenLogprob], ...] = ()
+        if outcome.mapped and plan.rows:
+            tokens, scores = self._run(plan.rows)
         if outcome.mapped:
-            tokens = self._run(plan.rows)
             self._store.trim()
         return StepResult(
             step=plan.step,
             mapped=outcome.mapped,
             observation=self._observer.observe(),
             tokens=tokens,
+            scores=scores,
             stuck=outcome.stuck,
             shortage=outcome.shortage,
         )
@@ -55,11 +58,12 @@ class Worker:
         return StepResult(step=plan.step, mapped=False, observation=self.observe(), stuck=tuple(stuck))
 
     @torch.inference_mode()
-    def _run(self, rows: tuple[Row, ...]) -> tuple[TokenLogprob, ...]:
-        if not rows:
-            return ()
-        logits = self._model.forward(build_batch(rows, self._block_size), self._layers)
-        return sample(logits.numpy(), [row.sampling for row in rows if row.sampling is not None])
+    def _run(self, rows: tuple[Row, ...]) -> tuple[tuple[TokenLogprob, ...], tuple[list[TokenLogprob], ...]]:
+        """(a token for each row that draws one, the scores of each row that wants them)"""
+        logits = self._model.forward(build_batch(rows, self._block_size), self._layers).numpy()
+        drawn = [row.sampling for row in rows if row.sampling is not None]
+        scored = [row.scoring for row in rows if row.scoring is not None]
+        return sample(logits[: len(drawn)], drawn), score(logits[len(drawn) :], scored)
 
     def close(self) -> bool:
         """Drop the views, then the store; False if pages or views are still in use."""
