@@ -85,7 +85,7 @@ def test_bfloat16_is_no_worse_than_transformers(name: str) -> None:
             errors[i] += (found - expected).double().square().sum()
             flips[i] += flipped.sum()
             assert i == 1 or (best[:, 0] - best[:, 1])[flipped].lt(0.5).all()
-    assert errors[0].sqrt() <= 1.5 * errors[1].sqrt() and flips[0] <= 1.5 * flips[1] + 3
+    assert errors[0].sqrt() <= 0.75 * errors[1].sqrt() and flips[0] <= flips[1]  # activations keep float32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

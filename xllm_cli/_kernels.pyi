@@ -1,7 +1,8 @@
 """CPU kernels over raw addresses (`tensor.data_ptr()`); native/kernels/kernels.h has the contracts.
 
 Import torch first: the module uses the OpenMP runtime torch has loaded. `dtype` codes: 0 float32, 1 bfloat16. Sizes and
-strides count elements. Sizes that cannot be are refused with ValueError; addresses are trusted.
+strides count elements. What runs between kernels is float32; a `dtype` is that of a weight or a cache. Sizes that cannot
+be are refused with ValueError; addresses are trusted.
 """
 
 def levels() -> list[str]:
@@ -29,16 +30,13 @@ class Kernels:
         columns: int,
         depth: int,
         dtype: int,
-        out_dtype: int,
         /,
     ) -> None: ...
-    def norm(
-        self, x: int, residual: int, weight: int, out: int, rows: int, width: int, epsilon: float, dtype: int, /
-    ) -> None: ...
+    def norm(self, x: int, residual: int, weight: int, out: int, rows: int, width: int, epsilon: float, /) -> None: ...
     def rope(
-        self, x: int, positions: int, table: int, rows: int, stride: int, heads: int, head_dim: int, dtype: int, /
+        self, x: int, positions: int, table: int, rows: int, stride: int, heads: int, head_dim: int, /
     ) -> None: ...
-    def silu_mul(self, x: int, out: int, rows: int, width: int, dtype: int, /) -> None: ...
+    def silu_mul(self, x: int, out: int, rows: int, width: int, /) -> None: ...
     def write_kv(
         self,
         keys: int,

@@ -102,13 +102,13 @@ void attend_units(const AttentionArgs& a, const Plan& p, const Memory& m, const 
     for (int64_t block = 0; block < p.blocks; ++block)
       for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
         const Unit u = unit_of(a, blocks[block], kv_head);
-        load_query<T>(a, u, w.query);
+        load_query(a, u, w.query);
         clear(a, u, whole);
         for (int64_t split = 0; split < blocks[block].splits; ++split) {
           attend_split<T>(a, u, split, w, part);
           merge(a, u, whole, part);
         }
-        write_out<T>(a, u, whole);
+        write_out(a, u, whole);
       }
   }
 }
@@ -130,7 +130,7 @@ void attend_parts(const AttentionArgs& a, const Plan& p, const Memory& m, const 
         const Block* block = blocks;
         while (block->part + block->splits <= part) ++block;
         const Unit u = unit_of(a, *block, kv_head);
-        load_query<T>(a, u, w.query);
+        load_query(a, u, w.query);
         attend_split<T>(a, u, part - block->part, w, state(part, kv_head));
       }
 #pragma omp for collapse(2) schedule(static)
@@ -140,7 +140,7 @@ void attend_parts(const AttentionArgs& a, const Plan& p, const Memory& m, const 
         clear(a, u, whole);
         for (int64_t split = 0; split < blocks[block].splits; ++split)
           merge(a, u, whole, state(blocks[block].part + split, kv_head));
-        write_out<T>(a, u, whole);
+        write_out(a, u, whole);
       }
   }
 }

@@ -20,47 +20,36 @@ XLLM_INLINE Group multiply(const Group& a, const Group& b) {
   return c;
 }
 
-/// The values as they are once stored in T.
-template <class T>
-XLLM_INLINE Group rounded(const Group& g) {
-  T stored[kGroup];
-  store_group(stored, g);
-  return load_group(stored);
-}
-
-template <class T>
 void norm_row(const NormArgs& a, int64_t row) {
-  const T* x = static_cast<const T*>(a.x) + row * a.width;
-  T* residual = a.residual ? static_cast<T*>(a.residual) + row * a.width : nullptr;
-  const T* weight = static_cast<const T*>(a.weight);
-  T* out = static_cast<T*>(a.out) + row * a.width;
+  const float* x = a.x + row * a.width;
+  float* residual = a.residual ? a.residual + row * a.width : nullptr;
+  float* out = a.out + row * a.width;
   Group squares = {};
   for_groups(a.width, [&](int64_t i, int count) {
     Group v = load_some(x + i, count);
     if (residual) {
-      v = rounded<T>(add(load_some(residual + i, count), v));
+      v = add(load_some(residual + i, count), v);
       store_some(residual + i, v, count);
     }
     for (int p = 0; p < kParts; ++p) squares.part[p] = fma(v.part[p], v.part[p], squares.part[p]);
   });
-  const T* source = residual ? residual : x;
+  const float* source = residual ? residual : x;
   const float mean = sum(squares) / static_cast<float>(a.width);
   const Vec scale = splat(1.0f / __builtin_sqrtf(mean + a.epsilon));
   for_groups(a.width, [&](int64_t i, int count) {
     Group v = load_some(source + i, count);
     for (int p = 0; p < kParts; ++p) v.part[p] *= scale;
-    store_some(out + i, multiply(load_some(weight + i, count), rounded<T>(v)), count);
+    store_some(out + i, multiply(load_some(a.weight + i, count), v), count);
   });
 }
 
-template <class T>
 void rope_row(const RopeArgs& a, int64_t row) {
   const int64_t half = a.head_dim / 2;
   const float* cosine = a.table + a.positions[row] * a.head_dim;
   const float* sine = cosine + half;
   for (int64_t head = 0; head < a.heads; ++head) {
-    T* low = static_cast<T*>(a.x) + row * a.stride + head * a.head_dim;
-    T* high = low + half;
+    float* low = a.x + row * a.stride + head * a.head_dim;
+    float* high = low + half;
     for_groups(half, [&](int64_t i, int count) {
       const Group c = load_some(cosine + i, count), s = load_some(sine + i, count);
       const Group x = load_some(low + i, count), y = load_some(high + i, count);
@@ -75,11 +64,10 @@ void rope_row(const RopeArgs& a, int64_t row) {
   }
 }
 
-template <class T>
 void silu_mul_row(const SiluMulArgs& a, int64_t row) {
-  const T* gate = static_cast<const T*>(a.x) + row * 2 * a.width;
-  const T* up = gate + a.width;
-  T* out = static_cast<T*>(a.out) + row * a.width;
+  const float* gate = a.x + row * 2 * a.width;
+  const float* up = gate + a.width;
+  float* out = a.out + row * a.width;
   for_groups(a.width, [&](int64_t i, int count) {
     Group g = load_some(gate + i, count);
     for (int p = 0; p < kParts; ++p) {
@@ -91,15 +79,17 @@ void silu_mul_row(const SiluMulArgs& a, int64_t row) {
   });
 }
 
-void write_kv_row(const WriteKvArgs& a, int64_t row, size_t item) {
+template <class T>
+void write_kv_row(const WriteKvArgs& a, int64_t row) {
   const int64_t block = a.slots[row] / a.block_size, token = a.slots[row] % a.block_size;
-  const int64_t from = row * a.stride;
-  const size_t bytes = static_cast<size_t>(a.head_dim) * item;
   for (int64_t head = 0; head < a.kv_heads; ++head) {
     const int64_t to = block * a.block_stride + (head * a.block_size + token) * a.head_dim;
-    const int64_t source = from + head * a.head_dim;
-    std::memcpy(static_cast<char*>(a.k) + to * item, static_cast<const char*>(a.keys) + source * item, bytes);
-    std::memcpy(static_cast<char*>(a.v) + to * item, static_cast<const char*>(a.values) + source * item, bytes);
+    const int64_t from = row * a.stride + head * a.head_dim;
+    T *k = static_cast<T*>(a.k) + to, *v = static_cast<T*>(a.v) + to;
+    for_groups(a.head_dim, [&](int64_t i, int count) {
+      store_some(k + i, load_some(a.keys + from + i, count), count);
+      store_some(v + i, load_some(a.values + from + i, count), count);
+    });
   }
 }
 
@@ -107,26 +97,23 @@ void write_kv_row(const WriteKvArgs& a, int64_t row, size_t item) {
 
 void norm(const NormArgs& a) {
 #pragma omp parallel for schedule(static) if (a.rows > 1 && a.rows * a.width > kParallel)
-  for (int64_t row = 0; row < a.rows; ++row)
-    a.dtype == Dtype::f32 ? norm_row<float>(a, row) : norm_row<Bf16>(a, row);
+  for (int64_t row = 0; row < a.rows; ++row) norm_row(a, row);
 }
 
 void rope(const RopeArgs& a) {
 #pragma omp parallel for schedule(static) if (a.rows > 1 && a.rows * a.heads * a.head_dim > kParallel)
-  for (int64_t row = 0; row < a.rows; ++row)
-    a.dtype == Dtype::f32 ? rope_row<float>(a, row) : rope_row<Bf16>(a, row);
+  for (int64_t row = 0; row < a.rows; ++row) rope_row(a, row);
 }
 
 void silu_mul(const SiluMulArgs& a) {
 #pragma omp parallel for schedule(static) if (a.rows > 1 && a.rows * a.width > kParallel / 2)
-  for (int64_t row = 0; row < a.rows; ++row)
-    a.dtype == Dtype::f32 ? silu_mul_row<float>(a, row) : silu_mul_row<Bf16>(a, row);
+  for (int64_t row = 0; row < a.rows; ++row) silu_mul_row(a, row);
 }
 
 void write_kv(const WriteKvArgs& a) {
-  const size_t item = a.dtype == Dtype::f32 ? sizeof(float) : sizeof(Bf16);
 #pragma omp parallel for schedule(static) if (a.rows > 1 && a.rows * a.kv_heads * a.head_dim > kParallel)
-  for (int64_t row = 0; row < a.rows; ++row) write_kv_row(a, row, item);
+  for (int64_t row = 0; row < a.rows; ++row)
+    a.dtype == Dtype::f32 ? write_kv_row<float>(a, row) : write_kv_row<Bf16>(a, row);
 }
 
 }  // namespace xllm::XLLM_LEVEL

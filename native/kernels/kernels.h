@@ -1,9 +1,10 @@
 // The kernels as plain functions over raw memory: what they take, and one table of them per instruction level.
 //
 // Common to all:
-//  - matrices are row-major; a stride counts elements; `kBf16` elements are 16 bits, upper half of an f32;
-//  - nothing is allocated: what a kernel needs beside its operands is given as scratch of the size its `*_scratch`
-//    function tells (floats, 64-byte aligned);
+//  - what runs between kernels is float, in row-major matrices; a stride counts elements. Only weights and the KV cache
+//    have a `dtype`: bf16 elements are 16 bits, the upper half of a float;
+//  - nothing is allocated: what attention needs beside its operands is given as scratch of the size its function tells
+//    (floats, 64-byte aligned);
 //  - a row of the output depends on nothing but that row of the input (and its own KV): not on the number of rows,
 //    their order or the threads;
 //  - the caller holds no lock: any thread may call, one at a time per scratch. Threads are OpenMP's.
@@ -21,52 +22,48 @@ enum class Dtype : int { f32 = 0, bf16 = 1 };
 
 /// out[r, c] = bias[c] + Σ_k x[r, k] · weight[c, k], summed in f32 in the order of k.
 /// `weight` is packed: panels of 16 output columns, panel p holding [depth][16]; columns beyond `columns` are zeros.
-/// x and weight share `dtype`; `out` has `out_dtype` (dtype or f32); `bias` is f32 [columns] or null.
+/// `dtype` is the weight's; `bias` is [columns] or null.
 struct LinearArgs {
-  const void* x;
+  const float* x;
   const void* weight;
   const float* bias;
-  void* out;
-  float* scratch;
+  float* out;
   int64_t rows, columns, depth;
-  Dtype dtype, out_dtype;
+  Dtype dtype;
 };
 
-/// out[r] = norm of x[r] (or of residual[r] + x[r], which is also written back to residual), times weight.
-/// RMS norm as Llama's: the normalised row is rounded to `dtype` before the weight is applied. residual may be null.
+/// out[r] = RMS norm of x[r] (or of residual[r] + x[r], which is also written back to residual), times weight.
+/// residual may be null.
 struct NormArgs {
-  const void* x;
-  void* residual;
-  const void* weight;
-  void* out;
+  const float* x;
+  float* residual;
+  const float* weight;
+  float* out;
   int64_t rows, width;
   float epsilon;
-  Dtype dtype;
 };
 
 /// Turn the first `heads` heads of every row in place: pairs (i, i + head_dim / 2) by the angle whose cosine and sine are
 /// row positions[r] of `table` [position][cos head_dim / 2 | sin head_dim / 2].
 struct RopeArgs {
-  void* x;
+  float* x;
   const int32_t* positions;
   const float* table;
   int64_t rows, stride, heads, head_dim;
-  Dtype dtype;
 };
 
 /// out[r, i] = silu(x[r, i]) · x[r, width + i].
 struct SiluMulArgs {
-  const void* x;
-  void* out;
+  const float* x;
+  float* out;
   int64_t rows, width;
-  Dtype dtype;
 };
 
-/// Copy row r's keys and values ([kv_heads][head_dim] each) to token slots[r] % block_size of block slots[r] / block_size.
-/// k and v are [block][kv_heads][block_size][head_dim], contiguous within a block.
+/// Put row r's keys and values ([kv_heads][head_dim] each), rounded to `dtype`, at token slots[r] % block_size of block
+/// slots[r] / block_size. k and v are [block][kv_heads][block_size][head_dim], contiguous within a block.
 struct WriteKvArgs {
-  const void* keys;
-  const void* values;
+  const float* keys;
+  const float* values;
   void* k;
   void* v;
   const int64_t* slots;
@@ -76,13 +73,14 @@ struct WriteKvArgs {
 
 /// Causal attention of `requests` sequences over their paged KV. Rows query_starts[i] … query_starts[i + 1] of q are the
 /// last tokens of sequence i, whose KV (context_lens[i] tokens, these rows included) lies in the blocks of row i of
-/// block_tables. Nothing beyond a row's own position is read into its result, whatever the memory holds.
+/// block_tables. Nothing beyond a row's own position is read into its result, whatever the memory holds. `dtype` is that
+/// of k and v.
 /// REQUIRES: head_dim a multiple of 16, at most 256; heads a multiple of kv_heads; at most 32 heads per kv head.
 struct AttentionArgs {
-  const void* q;
+  const float* q;
   const void* k;
   const void* v;
-  void* out;
+  float* out;
   const int32_t* query_starts;
   const int32_t* context_lens;
   const int32_t* block_tables;
@@ -92,11 +90,11 @@ struct AttentionArgs {
   Dtype dtype;
 };
 
-/// out[r] = row token_ids[r] of a packed weight.
+/// out[r] = row token_ids[r] of a packed weight of `dtype`.
 struct EmbeddingArgs {
   const int64_t* token_ids;
   const void* weight;
-  void* out;
+  float* out;
   int64_t rows, width;
   Dtype dtype;
 };
@@ -104,7 +102,6 @@ struct EmbeddingArgs {
 struct KernelTable {
   const char* level;
   void (*linear)(const LinearArgs&);
-  int64_t (*linear_scratch)(const LinearArgs&);
   void (*norm)(const NormArgs&);
   void (*rope)(const RopeArgs&);
   void (*silu_mul)(const SiluMulArgs&);

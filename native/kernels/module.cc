@@ -76,36 +76,31 @@ class Kernels {
   std::string level() const { return table_->level; }
 
   void linear(Address x, Address weight, Address bias, Address out, int64_t rows, int64_t columns, int64_t depth,
-              int dtype, int out_dtype) {
-    LinearArgs a{at<void>(x), at<void>(weight), at<float>(bias), at<void>(out),  nullptr, rows,
-                 columns,     depth,            dtype_of(dtype), dtype_of(out_dtype)};
+              int dtype) {
+    const LinearArgs a{at<float>(x), at<void>(weight), at<float>(bias), at<float>(out),
+                       rows,         columns,          depth,           dtype_of(dtype)};
     require(rows > 0 && columns > 0 && depth > 0, "linear: sizes must be positive");
-    require(a.dtype == a.out_dtype || a.out_dtype == Dtype::f32, "linear: the output has the input's type or float32");
     nb::gil_scoped_release released;
-    a.scratch = scratch(table_->linear_scratch(a));
     table_->linear(a);
   }
 
-  void norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t width, float epsilon,
-            int dtype) {
-    const NormArgs a{at<void>(x), at<void>(residual), at<void>(weight), at<void>(out),
-                     rows,        width,              epsilon,          dtype_of(dtype)};
+  void norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t width, float epsilon) {
+    const NormArgs a{at<float>(x), at<float>(residual), at<float>(weight), at<float>(out), rows, width, epsilon};
     require(rows > 0 && width > 0, "norm: sizes must be positive");
     nb::gil_scoped_release released;
     table_->norm(a);
   }
 
-  void rope(Address x, Address positions, Address table, int64_t rows, int64_t stride, int64_t heads, int64_t head_dim,
-            int dtype) {
-    const RopeArgs a{at<void>(x), at<int32_t>(positions), at<float>(table), rows,
-                     stride,      heads,                  head_dim,         dtype_of(dtype)};
+  void rope(Address x, Address positions, Address table, int64_t rows, int64_t stride, int64_t heads,
+            int64_t head_dim) {
+    const RopeArgs a{at<float>(x), at<int32_t>(positions), at<float>(table), rows, stride, heads, head_dim};
     require(rows > 0 && heads > 0 && head_dim > 0 && head_dim % 2 == 0, "rope: head_dim must be even");
     nb::gil_scoped_release released;
     table_->rope(a);
   }
 
-  void silu_mul(Address x, Address out, int64_t rows, int64_t width, int dtype) {
-    const SiluMulArgs a{at<void>(x), at<void>(out), rows, width, dtype_of(dtype)};
+  void silu_mul(Address x, Address out, int64_t rows, int64_t width) {
+    const SiluMulArgs a{at<float>(x), at<float>(out), rows, width};
     require(rows > 0 && width > 0, "silu_mul: sizes must be positive");
     nb::gil_scoped_release released;
     table_->silu_mul(a);
@@ -113,8 +108,9 @@ class Kernels {
 
   void write_kv(Address keys, Address values, Address k, Address v, Address slots, int64_t rows, int64_t stride,
                 int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t block_stride, int dtype) {
-    const WriteKvArgs a{at<void>(keys), at<void>(values), at<void>(k), at<void>(v), at<int64_t>(slots), rows,
-                        stride,         kv_heads,         head_dim,    block_size,  block_stride,       dtype_of(dtype)};
+    const WriteKvArgs a{at<float>(keys),    at<float>(values), at<void>(k), at<void>(v),
+                        at<int64_t>(slots), rows,              stride,      kv_heads,
+                        head_dim,           block_size,        block_stride, dtype_of(dtype)};
     require(rows > 0 && kv_heads > 0 && head_dim > 0 && block_size > 0, "write_kv: sizes must be positive");
     nb::gil_scoped_release released;
     table_->write_kv(a);
@@ -124,10 +120,10 @@ class Kernels {
                  Address block_tables, int64_t requests, int64_t q_stride, int64_t heads, int64_t kv_heads,
                  int64_t head_dim, int64_t block_size, int64_t block_stride, int64_t max_blocks, float scale,
                  int dtype) {
-    AttentionArgs a{at<void>(q),
+    AttentionArgs a{at<float>(q),
                     at<void>(k),
                     at<void>(v),
-                    at<void>(out),
+                    at<float>(out),
                     at<int32_t>(query_starts),
                     at<int32_t>(context_lens),
                     at<int32_t>(block_tables),
@@ -151,7 +147,7 @@ class Kernels {
   }
 
   void embedding(Address token_ids, Address weight, Address out, int64_t rows, int64_t width, int dtype) {
-    const EmbeddingArgs a{at<int64_t>(token_ids), at<void>(weight), at<void>(out), rows, width, dtype_of(dtype)};
+    const EmbeddingArgs a{at<int64_t>(token_ids), at<void>(weight), at<float>(out), rows, width, dtype_of(dtype)};
     require(rows > 0 && width > 0, "embedding: sizes must be positive");
     nb::gil_scoped_release released;
     table_->embedding(a);

@@ -42,6 +42,15 @@ typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t UintVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
 
+XLLM_INLINE float to_float(float x) { return x; }
+
+XLLM_INLINE float to_float(Bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
 XLLM_INLINE Vec splat(float x) { return x - Vec{}; }
 
 /// a · b + c with one rounding (two on x86 without FMA).

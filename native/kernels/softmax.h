@@ -50,12 +50,11 @@ XLLM_INLINE int64_t group_size(const AttentionArgs& a) { return a.heads / a.kv_h
 /// Row r sees the KV positions [0, limit).
 XLLM_INLINE int64_t limit_of(const AttentionArgs& a, const Unit& u, int64_t r) { return u.visible + r / group_size(a); }
 
-template <class T>
-void load_query(const AttentionArgs& a, const Unit& u, float* query) {
+inline void load_query(const AttentionArgs& a, const Unit& u, float* query) {
   const int64_t group = group_size(a);
   const Vec scale = splat(a.scale);
   for (int64_t r = 0; r < u.rows; ++r) {
-    const T* q = static_cast<const T*>(a.q) + (u.first + r / group) * a.q_stride +
+    const float* q = a.q + (u.first + r / group) * a.q_stride +
                  (u.kv_head * group + r % group) * a.head_dim;
     for (int64_t d = 0; d < a.head_dim; d += kLanes) store(query + r * a.head_dim + d, load(q + d) * scale);
   }
@@ -156,7 +155,7 @@ void score_tile(const AttentionArgs& a, const Unit& u, const Workspace& w, const
   for (int64_t column = 0; column < kTile; column += kGroup) {
     const T* const* rows = column == 0 ? next.k : next.v;
     const bool fetch = next.count > 0;
-    const T* lower = fetch ? rows[0] : static_cast<const T*>(a.q);
+    const T* lower = fetch ? rows[0] : static_cast<const T*>(a.k);
     const T* upper = fetch ? rows[kTile / 2] - kTile / 2 * a.head_dim : lower;
     const int64_t step = fetch ? kTile : 0;
     for_tiles(u.rows, [&](int64_t first, int rows) {
@@ -284,11 +283,10 @@ inline void merge(const AttentionArgs& a, const Unit& u, const State& whole, con
   }
 }
 
-template <class T>
-void write_out(const AttentionArgs& a, const Unit& u, const State& s) {
+inline void write_out(const AttentionArgs& a, const Unit& u, const State& s) {
   const int64_t group = group_size(a);
   for (int64_t r = 0; r < u.rows; ++r) {
-    T* out = static_cast<T*>(a.out) + ((u.first + r / group) * a.heads + u.kv_head * group + r % group) * a.head_dim;
+    float* out = a.out + ((u.first + r / group) * a.heads + u.kv_head * group + r % group) * a.head_dim;
     const Vec total = splat(s.total[r]);
     for (int64_t d = 0; d < a.head_dim; d += kLanes) store(out + d, load(s.values + r * a.head_dim + d) / total);
   }

@@ -7,7 +7,6 @@
 namespace xllm::XLLM_LEVEL {
 
 void linear(const LinearArgs&);
-int64_t linear_scratch(const LinearArgs&);
 void norm(const NormArgs&);
 void rope(const RopeArgs&);
 void silu_mul(const SiluMulArgs&);
@@ -16,7 +15,8 @@ void attention(const AttentionArgs&);
 int64_t attention_scratch(const AttentionArgs&);
 void embedding(const EmbeddingArgs&);
 
-extern const KernelTable table = {XLLM_NAME(XLLM_LEVEL), linear,   linear_scratch, norm, rope, silu_mul, write_kv, attention,
-                                  attention_scratch,     embedding};
+extern const KernelTable table = {XLLM_NAME(XLLM_LEVEL), linear,    norm,
+                                  rope,                  silu_mul,  write_kv,
+                                  attention,             attention_scratch, embedding};
 
 }  // namespace xllm::XLLM_LEVEL

@@ -62,7 +62,7 @@ class Llama:
         def linear(names: dict[str, int], depth: int, has_bias: bool) -> Linear:
             """One Linear whose output is that of the named ones side by side; each is read, packed and dropped."""
             parts = (reader.read(f"{prefix}{name}.weight", rows, depth) for name, rows in names.items())
-            biases = [reader.read(f"{prefix}{name}.bias", rows) for name, rows in names.items() if has_bias]
+            biases = [reader.keep(f"{prefix}{name}.bias", rows) for name, rows in names.items() if has_bias]
             bias = torch.cat(biases) if biases else None
             return self.ops.pack_linear(parts, sum(names.values()), depth, bias=bias)
 

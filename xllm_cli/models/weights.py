@@ -22,10 +22,17 @@ class WeightReader:
         return name in self._weights
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
-        """Tensor `name`, contiguous, in the reader's type; to be packed and dropped, for it may be the file's memory.
+        """Matrix `name`, contiguous, in the reader's type; to be packed and dropped, for it may be the file's memory.
 
         ModelError if it is missing or not of `shape`.
         """
+        return self._find(name, shape).to(self._dtype).contiguous()
+
+    def keep(self, name: str, width: int) -> torch.Tensor:
+        """Vector `name` in float32, for a norm or a bias: a copy, so that it does not hold the whole file in memory."""
+        return self._find(name, (width,)).to(torch.float32, copy=True)
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name not in self._weights:
             raise ModelError(f"the checkpoint has no tensor {name}")
         tensor = self._weights[name]
@@ -33,11 +40,7 @@ class WeightReader:
             found = f"tensor {name}{self._where(name)} is {list(tensor.shape)}"
             raise ModelError(f"{found}, config.json says {list(shape)}")
         self._read.add(name)
-        return tensor.to(self._dtype).contiguous()
-
-    def keep(self, name: str, *shape: int) -> torch.Tensor:
-        """As `read`, for a tensor used as it is: a copy, so that it does not hold the whole file in memory."""
-        return self.read(name, *shape).clone()
+        return tensor
 
     def finish(self, *ignored: str) -> None:
         """ModelError if the checkpoint holds a tensor nobody read, unless its name ends with one of `ignored`."""

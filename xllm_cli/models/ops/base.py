@@ -1,7 +1,9 @@
 """The operators a model file may call, and what an implementation says about itself.
 
 T tokens, a width W, H query heads and G kv heads of dimension D. `qkv` is [T, (H + 2·G) · D]: queries, keys, values.
-Matrices are [rows, width] and contiguous. Model types are float32 and bfloat16; sums are float32.
+Matrices are [rows, width] and contiguous. A model's type (float32 or bfloat16) is that of its weight matrices and its
+KV. What runs between operators, the activations, has the type the operators choose for it. Norm weights, biases and
+sums are float32.
 """
 
 from __future__ import annotations
@@ -41,11 +43,16 @@ class Ops(Protocol):
     kv_layout       how a cache should lie: interleaved or per_layer (models/kv_layout.py)
     block_multiple  block sizes are multiples of this
     row_invariant   a row of a result depends only on that row and its own KV: never on the batch, chunks or threads
+    activation_dtype(model_dtype)  type of activations: `embedding` gives it, every other operator takes and keeps it
     """
 
     kv_layout: str
     block_multiple: int
     row_invariant: bool
+
+    def activation_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """The type of activations of a model of that type."""
+        ...
 
     def pack_linear(
         self, parts: Iterable[torch.Tensor], columns: int, depth: int, *, bias: torch.Tensor | None = None
@@ -62,7 +69,7 @@ class Ops(Protocol):
         ...
 
     def embedding(self, token_ids: torch.Tensor, table: Linear) -> torch.Tensor:
-        """Rows of the table: [T] int64 → [T, width]."""
+        """Rows of the table as activations: [T] int64 → [T, width]."""
         ...
 
     def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
@@ -74,7 +81,7 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x), rounded to x's type, times weight [W]."""
+        """x / rms(x) · weight [W] float32, rounded once to x's type."""
         ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -90,7 +97,7 @@ class Ops(Protocol):
         ...
 
     def write_kv(self, qkv: torch.Tensor, kv: LayerKV, slots: torch.Tensor, heads: Heads) -> None:
-        """Put keys and values of token t at slot slots[t]."""
+        """Put keys and values of token t, rounded to the cache's type, at slot slots[t]."""
         ...
 
     def attention(self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads) -> torch.Tensor:

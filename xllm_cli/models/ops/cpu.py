@@ -41,7 +41,11 @@ class WeightMemory:
 
 
 class CpuOps:
-    """One caller at a time: the kernels share scratch memory."""
+    """One caller at a time: the kernels share scratch memory.
+
+    Activations are float32 for every model: the kernels compute in float32 anyway, so rounding between them would cost
+    conversions and accuracy.
+    """
 
     kv_layout = "interleaved"
     block_multiple = 1
@@ -55,6 +59,10 @@ class CpuOps:
             prepacked = [torch.bfloat16] if onednn.is_usable(torch.bfloat16) else []
         self._prepacked = frozenset(prepacked)
 
+    def activation_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """See Ops."""
+        return torch.float32
+
     def pack_linear(
         self, parts: Iterable[torch.Tensor], columns: int, depth: int, *, bias: torch.Tensor | None = None
     ) -> Linear:
@@ -63,7 +71,8 @@ class CpuOps:
         first = next(waiting)
         if first.dtype in self._prepacked:
             weight = onednn.pack(torch.cat([first, *waiting]))
-            return Linear(weight, bias, columns, depth, "onednn", first.dtype)
+            narrow = None if bias is None else bias.to(first.dtype)
+            return Linear(weight, narrow, columns, depth, "onednn", first.dtype)
         panels = self._pack_panels(itertools.chain([first], waiting), columns, depth, dtype=first.dtype)
         return Linear(panels, None if bias is None else bias.float(), columns, depth, "panels", first.dtype)
 
@@ -94,81 +103,67 @@ class CpuOps:
 
     def embedding(self, token_ids: torch.Tensor, table: Linear) -> torch.Tensor:
         """See Ops. Ids must lie in the table."""
-        out = torch.empty((token_ids.shape[0], table.depth), dtype=table.dtype)
+        out = torch.empty((token_ids.shape[0], table.depth))
         rows, code = token_ids.shape[0], _CODES[table.dtype]
         self._kernels.embedding(token_ids.data_ptr(), table.weight.data_ptr(), out.data_ptr(), rows, table.depth, code)
         return out
 
     def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
-        """See Ops."""
+        """See Ops. oneDNN's takes and gives the weight's type."""
         if weight.form == "onednn":
-            return onednn.multiply(x, weight.weight, weight.bias)
-        return self._multiply(x, weight, x.dtype)
+            return onednn.multiply(x.to(weight.dtype), weight.weight, weight.bias).float()
+        return self.logits(x, weight)
 
     def logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
         """See Ops."""
-        return self._multiply(x, head, torch.float32)
-
-    def _multiply(self, x: torch.Tensor, weight: Linear, out_dtype: torch.dtype) -> torch.Tensor:
         rows, depth = x.shape
-        assert depth == weight.depth and x.dtype == weight.dtype and x.is_contiguous()
-        out = torch.empty((rows, weight.columns), dtype=out_dtype)
+        assert depth == head.depth and x.dtype == torch.float32 and x.is_contiguous()
+        out = torch.empty((rows, head.columns))
         self._kernels.linear(
             x.data_ptr(),
-            weight.weight.data_ptr(),
-            0 if weight.bias is None else weight.bias.data_ptr(),
+            head.weight.data_ptr(),
+            0 if head.bias is None else head.bias.data_ptr(),
             out.data_ptr(),
             rows,
-            weight.columns,
+            head.columns,
             depth,
-            _CODES[x.dtype],
-            _CODES[out_dtype],
+            _CODES[head.dtype],
         )
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See Ops."""
+        assert x.dtype == weight.dtype == torch.float32
         out = torch.empty_like(x)
-        self._kernels.norm(
-            x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps, _CODES[x.dtype]
-        )
+        self._kernels.norm(x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps)
         return out
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See Ops."""
-        assert x.shape == residual.shape and x.dtype == residual.dtype == weight.dtype
+        assert x.shape == residual.shape and x.dtype == residual.dtype == weight.dtype == torch.float32
         rows, width = x.shape
         out = torch.empty_like(x)
-        self._kernels.norm(
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps, _CODES[x.dtype]
-        )
+        self._kernels.norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
         return out
 
     def rope(self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, heads: Heads) -> None:
         """See Ops. Positions must lie in the table."""
+        assert qkv.dtype == torch.float32
         rows, stride = qkv.shape
         turned = heads.num_heads + heads.num_kv_heads
-        self._kernels.rope(
-            qkv.data_ptr(),
-            positions.data_ptr(),
-            table.data_ptr(),
-            rows,
-            stride,
-            turned,
-            heads.head_dim,
-            _CODES[qkv.dtype],
-        )
+        self._kernels.rope(qkv.data_ptr(), positions.data_ptr(), table.data_ptr(), rows, stride, turned, heads.head_dim)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See Ops."""
+        assert gate_up.dtype == torch.float32
         rows, both = gate_up.shape
-        out = torch.empty((rows, both // 2), dtype=gate_up.dtype)
-        self._kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, both // 2, _CODES[gate_up.dtype])
+        out = torch.empty((rows, both // 2))
+        self._kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
         return out
 
     def write_kv(self, qkv: torch.Tensor, kv: LayerKV, slots: torch.Tensor, heads: Heads) -> None:
         """See Ops. Slots must lie in the cache."""
-        assert qkv.dtype == kv.k.dtype
+        assert qkv.dtype == torch.float32
         rows, stride = qkv.shape
         item = qkv.element_size() * heads.head_dim
         keys = qkv.data_ptr() + heads.num_heads * item
@@ -184,14 +179,14 @@ class CpuOps:
             heads.head_dim,
             kv.block_size,
             kv.block_stride,
-            _CODES[qkv.dtype],
+            _CODES[kv.k.dtype],
         )
 
     def attention(self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads) -> torch.Tensor:
         """See Ops. head_dim: a multiple of 16 up to 256."""
-        assert qkv.dtype == kv.k.dtype
+        assert qkv.dtype == torch.float32
         rows, stride = qkv.shape
-        out = torch.empty((rows, heads.num_heads * heads.head_dim), dtype=qkv.dtype)
+        out = torch.empty((rows, heads.num_heads * heads.head_dim))
         requests, max_blocks = batch.block_tables.shape
         self._kernels.attention(
             qkv.data_ptr(),
@@ -210,6 +205,6 @@ class CpuOps:
             kv.block_stride,
             max_blocks,
             heads.head_dim**-0.5,
-            _CODES[qkv.dtype],
+            _CODES[kv.k.dtype],
         )
         return out

@@ -11,11 +11,19 @@ from xllm_cli.models.ops.base import Heads, Linear
 
 
 class ReferenceOps:
-    """Computes in float32 and rounds once to the operand's type. Slow, not row-invariant."""
+    """Computes in float32 and rounds once to the type of activations. Slow, not row-invariant."""
 
     kv_layout = "interleaved"
     block_multiple = 1
     row_invariant = False
+
+    def __init__(self, *, wide: bool = True) -> None:
+        """`wide`: activations are float32 for every model, as on the cpu; else they have the model's type."""
+        self._wide = wide
+
+    def activation_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """See Ops."""
+        return torch.float32 if self._wide else model_dtype
 
     def pack_linear(
         self, parts: Iterable[torch.Tensor], columns: int, depth: int, *, bias: torch.Tensor | None = None
@@ -35,7 +43,7 @@ class ReferenceOps:
 
     def embedding(self, token_ids: torch.Tensor, table: Linear) -> torch.Tensor:
         """See Ops."""
-        return table.weight[token_ids]
+        return table.weight[token_ids].to(self.activation_dtype(table.dtype))
 
     def linear(self, x: torch.Tensor, weight: Linear) -> torch.Tensor:
         """See Ops."""
@@ -50,7 +58,7 @@ class ReferenceOps:
         """See Ops."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * scaled.to(x.dtype)
+        return (weight * scaled).to(x.dtype)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See Ops."""
@@ -74,8 +82,8 @@ class ReferenceOps:
         """See Ops."""
         sides = qkv.view(qkv.shape[0], -1, heads.head_dim)[:, heads.num_heads :]
         block, offset = slots // kv.block_size, slots % kv.block_size
-        kv.k[block, :, offset] = sides[:, : heads.num_kv_heads]
-        kv.v[block, :, offset] = sides[:, heads.num_kv_heads :]
+        kv.k[block, :, offset] = sides[:, : heads.num_kv_heads].to(kv.k.dtype)
+        kv.v[block, :, offset] = sides[:, heads.num_kv_heads :].to(kv.v.dtype)
 
     def attention(self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads) -> torch.Tensor:
         """See Ops: gather the keys and values of each sequence, then a masked softmax."""
