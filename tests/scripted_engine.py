@@ -129,10 +129,12 @@ class ScriptedEngine:
         self.counters["generation_tokens"] += len(tokens)
         if finish:
             del self.running[request_id]
-        wants = job.request.sampling.logprobs
+        wants, prompt_wants = job.request.sampling.logprobs, job.request.sampling.prompt_logprobs
+        prompt = job.request.prompt_ids[1:] if prompt_wants is not None and job.done == len(tokens) else []
         logprobs = None if wants is None else [TokenLogprob(t, -t / 100, ((t, -t / 100),) * wants) for t in tokens]
         return Output(
             request_id=request_id, token_ids=tokens, logprobs=logprobs, finish=finish, output_tokens=job.done,
+            prompt_logprobs=[TokenLogprob(t, -t / 100, ((t, -t / 100),) * (prompt_wants or 0)) for t in prompt],
             prompt_tokens=len(job.request.prompt_ids), cached_tokens=len(job.request.prompt_ids) // 2,
         )  # fmt: skip
 

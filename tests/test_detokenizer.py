@@ -97,3 +97,26 @@ def test_stop_strings_count_from_min_tokens_on(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("abab")
     assert join(run(tokenizer, ids, TextOptions(("b",), min_tokens=3), 1)[0])[::2] == ("aba", "stop")
     assert join(run(tokenizer, ids, TextOptions(("b",), min_tokens=5), 1)[0])[::2] == ("abab", "length")
+
+
+@given(TEXT, TEXT, st.integers(1, 5), st.integers(1, 5))
+def test_an_echo_in_any_parts_is_one_text(tokenizer: Tokenizer, prompt: str, text: str, cut: int, step: int) -> None:
+    ids, scores = tokenizer.encode(prompt), [TokenLogprob(i, -2.0) for i in tokenizer.encode(prompt)[1:]]
+    stream = TextStream(tokenizer, TextOptions(("ab",), echo=True), ids)
+    pieces = [stream.feed([], [], prompt_logprobs=scores[i : i + cut]) for i in range(0, len(scores), cut)]
+    out = tokenizer.encode(text.replace("a", ""))
+    for start in range(0, max(len(out), 1), step):
+        part = out[start : start + step]
+        pieces.append(
+            stream.feed(part, [TokenLogprob(i, -1.0) for i in part], "length" if start + step >= len(out) else None)
+        )
+    joined, entries, finish = join(pieces)
+    assert (joined, finish, stream.num_tokens) == (prompt + text.replace("a", ""), "length", len(out))
+    assert [entry.logprob.token_id for entry in entries] == ids + out
+    assert [entry.known for entry in entries] == [bool(i) or not ids for i in range(len(ids + out))]
+    assert [entry.offset for entry in entries] == sorted(entry.offset for entry in entries)
+
+
+def test_a_stop_in_the_prompt_stops_nothing(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, TextOptions(("ab",), echo=True), tokenizer.encode("xab"))
+    assert stream.feed(tokenizer.encode("yabz"), None, "length") == Piece("xaby", [], "stop", "ab")

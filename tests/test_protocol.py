@@ -152,6 +152,16 @@ def test_biases_are_by_token_id() -> None:
         completion(logit_bias={str(token): 1 for token in range(1025)})
 
 
+def test_only_an_echo_may_generate_nothing() -> None:
+    assert completion(max_tokens=0, echo=True).num_prompt_logprobs == 0
+    assert completion(echo=True, logprobs=2).num_prompt_logprobs == 2
+    assert completion(echo=True).num_prompt_logprobs is completion(logprobs=2).num_prompt_logprobs is None
+    for fields in ({"max_tokens": 0}, {"max_tokens": 0, "echo": False}):
+        with pytest.raises(RequestError) as caught:
+            completion(**fields)
+        assert caught.value.param == "max_tokens"
+
+
 def test_stream_options_need_a_stream() -> None:
     assert completion(stream=True, stream_options={"include_usage": True}).wants_usage
     assert not completion(stream=True, stream_options={}).wants_usage

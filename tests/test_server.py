@@ -133,6 +133,36 @@ def test_log_probabilities_of_chat(http: httpx.Client) -> None:
     assert streamed(http, prompt, chat=True, logprobs=True, top_logprobs=1).choices[0].logprobs == whole
 
 
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_an_echo_is_prompt_and_answer_in_one_text(http: httpx.Client, logprobs: int | None, max_tokens: int) -> None:
+    fields = {"echo": True, "logprobs": logprobs, "max_tokens": max_tokens, "stop": "né"}
+    prompt = script(say="héy!!", per_step=2)
+    answer = ask(http, prompt, **fields).json()
+    choice, text = answer["choices"][0], prompt + "héy!!".encode()[:max_tokens].decode("utf-8", "replace")
+    assert (choice["text"], answer["usage"]["completion_tokens"]) == (text, max_tokens)
+    stream = streamed(http, prompt, **fields).choices[0]
+    assert stream.text == text
+    if logprobs is None:
+        assert choice["logprobs"] is None and stream.logprobs == []
+        return
+    whole = choice["logprobs"]
+    assert stream.logprobs == list(zip(*whole.values(), strict=True))
+    assert len(whole["tokens"]) == len(prompt.encode()) + max_tokens
+    assert whole["token_logprobs"][0] is None is whole["top_logprobs"][0]
+    assert all(value <= 0 for value in whole["token_logprobs"][1:])
+    assert whole["text_offset"][: len(prompt)] == list(range(len(prompt)))
+
+
+def test_what_an_evaluation_harness_asks_for(http: httpx.Client) -> None:
+    prompts = [[72, 105], [87, 72, 105, 33]]
+    answer = ask(http, prompts, echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1).json()
+    for choice, prompt in zip(answer["choices"], prompts, strict=True):
+        numbers = choice["logprobs"]
+        assert numbers["token_logprobs"][1:-1] == [-token / 100 for token in prompt[1:]]
+        assert all(max(top.values()) == value for value, top in zip(*list(numbers.values())[2:], strict=True) if top)
+
+
 def test_completions_default_to_sixteen_tokens_and_chat_to_no_limit(http: httpx.Client) -> None:
     prompt = script(say="y" * 50)
     assert len(ask(http, prompt, max_tokens=None).json()["choices"][0]["text"]) == 16

@@ -16,20 +16,26 @@ from xllm_cli.server.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How a choice's text is cut. `stop_token_ids` end it without showing; stop strings count from `min_tokens` on."""
+    """How a choice's text is cut. `stop_token_ids` end it without showing; stop strings count from `min_tokens` on.
+
+    With `echo` the text begins with the prompt's, in which no stop is looked for.
+    """
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    echo: bool = False
 
 
 class LogprobEntry(NamedTuple):
-    """A token's log probabilities and where its text begins, in characters of the choice's text."""
+    """A token's log probabilities and where its text begins, in characters of the choice's text. The first token of a
+    prompt has none: it is not `known`."""
 
     logprob: TokenLogprob
     offset: int
+    known: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +87,10 @@ class StopFinder:
 class TextStream:
     """The text of one choice, fed step by step."""
 
-    def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions, prompt_ids: Sequence[int] = ()) -> None:
         self._options = options
+        self._prompt = list(prompt_ids) if options.echo else []
+        self._num_echoed = 0
         self._decoder = tokenizer.stream(options.skip_special_tokens)
         self._finder = StopFinder(options.stop, options.include_stop)
         self._pending: list[LogprobEntry] = []
@@ -95,9 +103,12 @@ class TextStream:
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprob] | None = None,
         finish: FinishReason | None = None,
+        *,
+        prompt_logprobs: Sequence[TokenLogprob] = (),
     ) -> Piece:
         """Take a step's tokens. A returned `finish` ends the choice, also when the engine has not ended it."""
-        released = ""
+        is_scored = bool(token_ids) or finish is not None
+        released = self._echo(prompt_logprobs, everything=is_scored, with_entries=logprobs is not None)
         for index, token_id in enumerate(token_ids):
             self.num_tokens += 1
             if logprobs is not None:
@@ -114,6 +125,26 @@ class TextStream:
             released += self._finder.flush()
         self._num_released += len(released)
         return Piece(released, self._take_entries(everything=finish is not None), finish)
+
+    def _echo(self, logprobs: Sequence[TokenLogprob], *, everything: bool, with_entries: bool) -> str:
+        """The text of the prompt's tokens as far as they are scored, or of all that are left."""
+        count = len(self._prompt)
+        if not everything:
+            count = min(count, len(logprobs) + (self._num_echoed == 0) if logprobs else 0)
+        scores = iter(logprobs)
+        text = ""
+        for token_id in self._prompt[:count]:
+            if with_entries:
+                known = self._num_echoed > 0
+                self._pending.append(
+                    LogprobEntry(next(scores) if known else TokenLogprob(token_id, 0.0), self._num_decoded, known)
+                )
+            shown = self._decoder.feed(token_id)
+            self._num_decoded += len(shown)
+            self._num_echoed += 1
+            text += shown
+        del self._prompt[:count]
+        return text
 
     def _decode(self, token_id: int, is_end: bool) -> str:
         if is_end and token_id in self._options.stop_token_ids and not self._options.include_stop:

@@ -55,7 +55,10 @@ class Generation:
         client, instruments = state.client, state.instruments
         self._choices = {
             request.request_id: Choice(
-                index, request, TextStream(tokenizer, options), Timeline(instruments, request, arrived)
+                index,
+                request,
+                TextStream(tokenizer, options, request.prompt_ids),
+                Timeline(instruments, request, arrived),
             )
             for index, request in enumerate(requests)
         }
@@ -119,4 +122,6 @@ class Generation:
         if output.finish in ("abort", "error"):
             raise RequestError("the engine gave this request up", status=500, code="aborted")
         choice.cached_tokens = max(choice.cached_tokens, output.cached_tokens)
-        return choice.text.feed(output.token_ids, output.logprobs, output.finish)
+        return choice.text.feed(
+            output.token_ids, output.logprobs, output.finish, prompt_logprobs=output.prompt_logprobs
+        )

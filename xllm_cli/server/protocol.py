@@ -33,7 +33,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "continue_final_message": (None, False),
     "documents": (None, []),
-    "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
     "guided_choice": (None,),
@@ -125,6 +124,16 @@ class GenerationRequest(SamplingFields):
         return None
 
     @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As `num_logprobs`, for the tokens of the prompt."""
+        return None
+
+    @property
     def ignored_fields(self) -> list[str]:
         """Names this server does not know; odd ones, which no client means as a field, as `?`."""
         unknown = [name for name in self.model_extra or {} if name not in UNSUPPORTED and name not in HARMLESS]
@@ -136,10 +145,27 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Any = Field(description="a string, a list of strings, a list of token ids, or a list of such lists")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> CompletionRequest:
+        if self.token_limit == 0 and not self.echo:
+            raise RequestError("max_tokens: 0 needs echo to be true", code="invalid_value", param="max_tokens")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        # nothing to generate is nothing to wait for, so the prompt's numbers are asked for in any case
+        return self.logprobs or 0 if self.echoes and (self.logprobs is not None or self.token_limit == 0) else None
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt as text or token ids. RequestError on any other shape."""

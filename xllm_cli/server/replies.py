@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from xllm_cli.core import FinishReason
+from xllm_cli.core import FinishReason, TokenLogprob
 from xllm_cli.errors import RequestError
 from xllm_cli.server.detokenizer import LogprobEntry, Piece
 from xllm_cli.server.failures import error_body
@@ -151,12 +151,17 @@ class CompletionReply(OpenAIReply):
         return {
             "text_offset": [entry.offset for entry in entries],
             "tokens": [self._tokenizer.token_text(entry.logprob.token_id) for entry in entries],
-            "token_logprobs": [max(entry.logprob.logprob, MIN_LOGPROB) for entry in entries],
-            "top_logprobs": [
-                {self._tokenizer.token_text(token_id): max(value, MIN_LOGPROB) for token_id, value in entry.logprob.top}
-                for entry in entries
-            ],
+            "token_logprobs": [max(entry.logprob.logprob, MIN_LOGPROB) if entry.known else None for entry in entries],
+            "top_logprobs": [self._top(entry.logprob) if entry.known else None for entry in entries],
         }
+
+    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens and the chosen one by text; where several have one text, as parts of characters do, the
+        likeliest of them."""
+        top: dict[str, float] = {}
+        for token_id, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
+            top.setdefault(self._tokenizer.token_text(token_id), max(value, MIN_LOGPROB))
+        return top
 
 
 class ChatReply(OpenAIReply):

@@ -42,7 +42,7 @@ def _check_prompt(prompt: list[int], asked: GenerationRequest, ready: Ready) -> 
     param = "messages" if isinstance(asked, ChatRequest) else "prompt"
     if not prompt:
         raise RequestError("the prompt has no tokens", code="empty_prompt", param=param)
-    wanted = asked.token_limit or 1
+    wanted = 1 if asked.token_limit is None else asked.token_limit
     if len(prompt) + wanted > ready.max_model_len:
         raise RequestError(
             f"the model's context is {ready.max_model_len} tokens; the request needs at least {len(prompt) + wanted}: "
@@ -77,6 +77,7 @@ def _sampling(asked: GenerationRequest, num_prompt: int, ready: Ready, tokenizer
         logprobs=asked.num_logprobs,
         stop_token_ids=tuple(sorted({*ends, *(asked.stop_token_ids or ())})),
         ignore_eos=bool(asked.ignore_eos),
+        prompt_logprobs=asked.num_prompt_logprobs,
         **_changes(asked, ready),
     )
 
@@ -107,4 +108,5 @@ def text_options(asked: GenerationRequest, sampling: SamplingParams) -> TextOpti
         stop_token_ids=frozenset(sampling.stop_token_ids),
         min_tokens=sampling.min_tokens,
         skip_special_tokens=asked.skip_special_tokens is not False,
+        echo=asked.echoes,
     )
