@@ -77,7 +77,7 @@ class ScriptedEngine:
 
     def serve(self) -> None:
         while True:
-            delay = min((job.due - time.monotonic() for job in self.running.values()), default=1)
+            delay = min((job.due - time.monotonic() for job in self.running.values()), default=0.1)
             self.inbox.poll(1000 * min(1, max(0, delay)))
             self.live_or_exit()
             while self.inbox.poll(0):

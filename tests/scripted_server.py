@@ -20,6 +20,8 @@ import tokenizers
 from stream_grammar import Stream, check_stream
 from tokenizers import decoders, models, pre_tokenizers
 
+from xllm_cli.flags import FLAGS
+
 ROOT = Path(__file__).parents[1]
 SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -49,18 +51,20 @@ def write_model(folder: Path, template: str | None = TEMPLATE) -> Path:
 class Server:
     """A running server. `lines` is what it has said so far; `url` the first one it announced."""
 
-    def __init__(self, folder: Path, model: Path, engine: tuple[str, ...], service: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, model: Path, engine: tuple[str, ...], flags: dict[str, Any]) -> None:
         self.log = folder / "server.log"
         self.runtime = folder / "run"
-        self.runtime.mkdir(mode=0o700)
-        config = {"service": {"host": "127.0.0.1", "port": 0, **service}, "model": {"model": str(model)}}
+        self.runtime.mkdir(mode=0o700, exist_ok=True)
+        config: dict[str, dict[str, Any]] = {}
+        for name, value in {"host": "127.0.0.1", "port": 0, "model": str(model), **flags}.items():
+            config.setdefault(FLAGS[name].section, {})[name] = value
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, json.dumps(config), *engine],
                 stdout=log, stderr=log, cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "XDG_RUNTIME_DIR": str(self.runtime)},
             )  # fmt: skip
-        self.url = self.wait_for(r"listening on (http://\S+?);?( |$)")[1]
+        self.url = self.wait_for(r"listening on (https?://\S+?);?( |$)")[1]
 
     def text(self) -> str:
         return self.log.read_text()
@@ -100,9 +104,9 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, model: Path, *engine: str, **service: Any) -> Iterator[Server]:
-    """A server over the scripted engine with extra engine arguments and service flags; killed at the end."""
-    server = Server(folder, model, engine, service)
+def serving(folder: Path, model: Path, *engine: str, **flags: Any) -> Iterator[Server]:
+    """A server over the scripted engine with extra engine arguments and flags; killed at the end."""
+    server = Server(folder, model, engine, flags)
     try:
         yield server
     finally:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
-from scripted_server import ask, error_of, script, serving, streamed, wait_until, write_model
+from scripted_server import Server, ask, error_of, open_stream, script, serving, streamed, wait_until, write_model
 
 pytestmark = pytest.mark.server
 
@@ -64,3 +72,88 @@ def test_a_stop_while_loading_is_quick(tmp_path: Path, model: Path) -> None:
         assert server.process.wait(5) == 0
         assert time.monotonic() - started < 2
         assert list(server.runtime.iterdir()) == []
+
+
+def engine_of(server: Server) -> psutil.Process:
+    (engine,) = psutil.Process(server.process.pid).children()
+    return engine
+
+
+def test_an_engine_outlives_its_killed_server_by_seconds_at_most(tmp_path: Path, model: Path) -> None:
+    """While it loads and in the middle of a stream; every other test's end kills an idle one."""
+    with serving(tmp_path, model, "--load_until", "/nonexistent") as server:
+        server.wait_for("loading: weights")
+        engine = engine_of(server)
+        server.process.kill()
+        engine.wait(5)
+    (left,) = server.runtime.iterdir()
+    with serving(tmp_path, model) as server:
+        server.wait_ready()
+        assert not left.exists()  # swept
+        stream = open_stream(server, script(endless=True, delay=0.01), stream=True)
+        wait_until(lambda: server.gauge("vllm:num_requests_running") == 1)
+        engine = engine_of(server)
+        server.process.kill()
+        engine.wait(5)
+        stream.close()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    if shutil.which("openssl") is None:
+        assert not os.environ.get("CI"), "openssl is missing"
+        pytest.skip("openssl is not installed")
+    path = tmp_path / "server.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", path, "-out", tmp_path / "certificate"],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    path.write_bytes(path.read_bytes() + (tmp_path / "certificate").read_bytes())
+    return path
+
+
+@pytest.fixture
+def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The socket of a service manager that wants to hear every 0.2 s."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(20)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "200000")
+        monkeypatch.setenv("XLLM_API_KEY", "secret-environment")
+        yield listener
+
+
+def hear(listener: socket.socket, wanted: str) -> None:
+    deadline = time.monotonic() + 10
+    while wanted not in listener.recv(4096).decode():
+        assert time.monotonic() < deadline, wanted
+
+
+def test_a_service_with_tls_keys_and_a_killed_engine(
+    tmp_path: Path, model: Path, certificate: Path, systemd: socket.socket
+) -> None:
+    pid_file = tmp_path / "pid"
+    flags = {"ssl_certfile": str(certificate), "api_key": "secret-flag", "pid_file": str(pid_file)}
+    with serving(tmp_path, model, **flags) as server:
+        hear(systemd, "STATUS=loading: ")
+        hear(systemd, "READY=1")
+        hear(systemd, "WATCHDOG=1")
+        assert server.url.startswith("https://") and pid_file.read_text() == f"{server.process.pid}\n"
+        engine = engine_of(server)
+        assert " ".join(psutil.Process(server.process.pid).cmdline()).startswith("xllm serve :")
+        assert not {"NOTIFY_SOCKET", "XLLM_API_KEY"} & engine.environ().keys()
+        trust = ssl.create_default_context(cafile=certificate)
+        with httpx.Client(base_url=server.url, verify=trust, headers={"authorization": "Bearer secret-flag"}) as http:
+            assert httpx.get(f"{server.url}/health", verify=trust).status_code == 200
+            assert httpx.get(f"{server.url}/v1/models", verify=trust).status_code == 401
+            with ThreadPoolExecutor(1) as pool:
+                stream = pool.submit(streamed, http, script(endless=True, delay=0.02))
+                wait_until(lambda: http.get("/load").json() == {"server_load": 1})
+                engine.send_signal(signal.SIGKILL)
+                assert (stream.result(5).error or {})["code"] == "engine_dead"
+        assert server.process.wait(5) == 1
+    assert "the engine was ended by SIGKILL" in server.text().splitlines()[-1]
+    assert "secret" not in server.text() and not pid_file.exists() and not list(server.runtime.iterdir())
+    assert "GET /v1/models 401" in server.text() and "GET /health" not in server.text()

@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-SECRETS = ("XLLM_API_KEY", "XLLM_FLAG_API_KEY")  # the engine has no use for them
+# Variables that are for this process alone.
+PRIVATE = ("XLLM_API_KEY", "XLLM_FLAG_API_KEY", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class EngineProcess:
@@ -22,7 +23,7 @@ class EngineProcess:
                 [*command, "--runtime_dir", str(folder), "--death_fd", str(read_end)],
                 pass_fds=(read_end,),
                 stdin=subprocess.DEVNULL,
-                env={name: value for name, value in os.environ.items() if name not in SECRETS},
+                env={name: value for name, value in os.environ.items() if name not in PRIVATE},
             )
         finally:
             os.close(read_end)

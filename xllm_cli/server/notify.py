@@ -8,7 +8,7 @@ import socket
 
 
 class Notifier:
-    """Sends states to the socket that the environment names, and takes both variables out of it: they are ours alone.
+    """Sends states to the socket that the environment names, and takes the variables out of it: they are ours alone.
 
     `watchdog_seconds` is how often systemd wants WATCHDOG=1, None when it does not.
     """
