@@ -86,6 +86,13 @@ class Engine:
         if sequence is not None:
             self._scheduler.remove(sequence)
 
+    def abort_all(self, error: RequestError) -> list[Output]:
+        """Forget every request; the last output of each, for whoever still listens."""
+        ids = list(self._sequences)
+        for request_id in ids:
+            self.abort(request_id)
+        return [refusal(request_id, error) for request_id in ids]
+
     def step(self) -> StepEvents:
         """plan → execute → commit. A plan whose pages could not be had is made again without growth.
 

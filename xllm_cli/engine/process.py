@@ -2,8 +2,9 @@
 
     python -m xllm_cli.engine.process --runtime_dir DIR --death_fd N
 
-DIR holds config.json and the two sockets the server bound. One thread, one poller: inbox and death pipe. Sends never
-block; a server that stops reading is noticed by the death pipe or by its own deadline.
+DIR holds config.json and the two sockets the server bound. One thread owns the engine, one poller serves inbox and
+death pipe. Sends never block: a server that takes nothing for ten seconds has its streams ended. A second thread only
+watches the death pipe, for when the first is deep in a load or in a long step.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import argparse
 import ctypes
 import logging
 import os
+import select
 import signal
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +28,7 @@ import zmq
 from setproctitle import setproctitle
 
 from xllm_cli.core import Abort, Fatal, FromEngine, Heartbeat, Loading, Request, Shutdown, StepEvents, ToEngine
-from xllm_cli.errors import XllmError
+from xllm_cli.errors import RequestError, XllmError
 from xllm_cli.flags import Config
 
 if TYPE_CHECKING:
@@ -34,6 +38,12 @@ log = logging.getLogger("xllm.engine")
 
 IDLE_POLL_SECONDS = 1.0  # with nothing due the loop still looks up once a second
 HEARTBEAT_SECONDS = 1.0  # and says so, unless it has said something else
+SEND_QUEUE = 1000  # messages under way before the server counts as not reading
+STALL_SECONDS = 10.0  # and how long until its streams are ended
+ORPHAN_SECONDS = 2.0  # what the loop has to end by itself once the server is gone
+NOT_READ = RequestError(
+    f"the server did not take this answer for {STALL_SECONDS:g} s", status=500, code="answer_not_read"
+)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -50,21 +60,42 @@ class Parent:
         self._poller.register(death_fd, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
+        self._unsent: deque[bytes] = deque()
+        self._stalled_since: float | None = None
 
     def _connect(self, kind: int, path: Path) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.set_hwm(0)
+        socket.rcvhwm = 0
+        socket.sndhwm = SEND_QUEUE
         socket.linger = 1000
         socket.connect(f"ipc://{path}")
         return socket
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message; never waits (no high-water mark)."""
-        self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+        """Send or queue a message; never waits."""
+        self._unsent.append(self._encoder.encode(message))
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                self._outbox.send(self._unsent[0], zmq.NOBLOCK)
+            except zmq.Again:
+                self._stalled_since = self._stalled_since or time.monotonic()
+                return
+            self._unsent.popleft()
+            self._stalled_since = None
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long the server has taken nothing although there is something for it."""
+        return time.monotonic() - self._stalled_since if self._stalled_since is not None else 0.0
 
     def receive(self, timeout: float) -> list[ToEngine | None]:
         """Messages that are there, after at most `timeout` seconds; None in the list means the parent is gone."""
+        self._poller.register(self._outbox, zmq.POLLOUT if self._unsent else 0)
         ready = dict(self._poller.poll(round(timeout * 1000)))
+        self._flush()
         messages: list[ToEngine | None] = []
         if self._death_fd in ready:
             return [None]
@@ -73,6 +104,8 @@ class Parent:
                 messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 break
+            except msgspec.DecodeError as error:
+                log.warning("a message from the server cannot be read and is dropped: %s", error)
         return messages
 
     def close(self) -> None:
@@ -97,10 +130,13 @@ def serve(engine: Engine, parent: Parent) -> None:
                 case Abort(request_id):
                     engine.abort(request_id)
         events = engine.step()
-        if events.outputs or last is None or events.snapshot != last.snapshot:
+        if parent.stalled_seconds >= STALL_SECONDS and engine.has_work:
+            events = StepEvents(events.outputs + engine.abort_all(NOT_READ), engine.snapshot())
+        is_news = not parent.stalled_seconds and (last is None or events.snapshot != last.snapshot)
+        if events.outputs or is_news:
             parent.send(events)
             last, spoke = events, time.monotonic()
-        elif time.monotonic() - spoke >= HEARTBEAT_SECONDS:
+        elif not parent.stalled_seconds and time.monotonic() - spoke >= HEARTBEAT_SECONDS:
             parent.send(Heartbeat())
             spoke = time.monotonic()
 
@@ -151,6 +187,19 @@ def _wait_politely() -> None:
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
+def _end_when_orphaned(death_fd: int) -> None:
+    """End the process soon after the server closed the pipe or died, whatever the loop is doing then."""
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(death_fd, select.POLLIN)
+        poller.poll()
+        time.sleep(ORPHAN_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m xllm_cli.engine.process`."""
     parser = argparse.ArgumentParser(prog="xllm engine")
@@ -158,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--death_fd", type=int, required=True)
     arguments = parser.parse_args(argv)
     _die_with_parent()
+    _end_when_orphaned(arguments.death_fd)
     _wait_politely()
     os.set_inheritable(arguments.death_fd, False)
     # the server decides when to end; a terminal's Ctrl-C and `pkill xllm` reach this process too
