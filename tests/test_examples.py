@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import socket
@@ -13,11 +14,13 @@ from pathlib import Path
 import pytest
 from checkpoints import tiny_checkpoint
 
+from xllm_cli.argv import canonical
 from xllm_cli.bench.load import Address
 from xllm_cli.bench.servers import Server
+from xllm_cli.flags import FLAGS
 
 ROOT = Path(__file__).parent.parent
-RUN_HERE = {"serve_elastic.sh", "openai_client.py", "llm_in_process.py"}
+RUN_HERE = {"serve_elastic.sh", "openai_client.py", "llm_in_process.py", "xllm.service"}
 CACHE = "--max_cache_size=16MiB"
 
 
@@ -41,6 +44,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
 
 def test_every_example_is_run_by_this_file() -> None:
     assert {path.name for path in (ROOT / "examples").iterdir() if path.is_file()} == RUN_HERE
+
+
+def test_the_service_starts_with_flags_that_exist_and_stops_in_time() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.read(ROOT / "examples" / "xllm.service")
+    service = unit["Service"]
+    command = service["ExecStart"].split()
+    assert canonical(command[2:]).errors == [] and command[1] == "serve"
+    waits = FLAGS["shutdown_timeout_secs"].default + 5
+    assert service["Type"] == "notify" and int(service["TimeoutStopSec"]) > waits
 
 
 def test_llm_in_process() -> None:
