@@ -96,8 +96,11 @@ def test_load_counts_what_is_open(http: httpx.Client, server: Server) -> None:
     assert http.get("/load").json() == {"server_load": 1}
     loads = http.get("/v1/loads").json()
     assert loads["loads"][0]["num_running_reqs"] == loads["aggregate"]["total_running_reqs"] == 1
+    aborted = 'vllm:request_success_total{engine="0",finished_reason="abort"'
+    before = server.gauge(aborted)
     stream.close()
     server.wait_idle()
+    wait_until(lambda: server.gauge(aborted) == before + 1)
 
 
 def test_metrics_tell_of_a_request(http: httpx.Client, server: Server) -> None:

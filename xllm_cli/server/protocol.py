@@ -41,18 +41,32 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (None,),
     "input_tensors": (None,),
     "modalities": (None, ["text"]),
+    "no_stop_trim": (None, False),
     "prompt_embeds": (None,),
     "prompt_logprobs": (None,),
     "response_format": (None, {"type": "text"}),
+    "return_hidden_states": (None, False),
     "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
     "use_beam_search": (None, False),
 }
-# Bookkeeping of clients that changes no answer: accepted without a word.
+# Bookkeeping of clients and routers that changes no answer: accepted without a word.
 HARMLESS = frozenset(
-    {"metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "service_tier", "store", "user"}
+    {
+        "include_reasoning",
+        "metadata",
+        "parallel_tool_calls",
+        "priority",
+        "prompt_cache_key",
+        "request_id",
+        "separate_reasoning",
+        "service_tier",
+        "store",
+        "stream_reasoning",
+        "user",
+    }
 )
 
 
