@@ -138,6 +138,17 @@ def test_a_physical_store_has_no_page_changes():
     assert store.close()
 
 
+@pytest.mark.parametrize("verb", ["unmap", "destroy", "release"])
+def test_closing_says_when_the_device_kept_something_and_tries_again(verb: str):
+    bench = Bench()
+    bench.apply(map=ALL)
+    bench.driver.reset_counts()
+    bench.driver.fail(verb, 1, False)
+    assert not bench.store.close()
+    assert bench.store.close()
+    assert (bench.driver.usage()["handles"], bench.driver.usage()["ranges"]) == (0, 0)
+
+
 # --- the fence, in a process that may die
 
 

@@ -146,7 +146,7 @@ class VirtualKvStore:
             self._pool.give(freed)
         closed = all([arena.close() for arena in self._arenas])
         self._pool.close()
-        return closed
+        return closed and not self._pool.owned
 
 
 class PhysicalKvStore:
