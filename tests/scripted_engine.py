@@ -32,6 +32,7 @@ from xllm_cli.core import (
     ErrorInfo,
     Fatal,
     FromEngine,
+    Heartbeat,
     Loading,
     Output,
     Ready,
@@ -70,6 +71,7 @@ class ScriptedEngine:
         self.outbox.connect(f"ipc://{folder}/from_engine")
         self.death_fd = death_fd
         self.running: dict[str, Running] = {}
+        self.next_beat = 0.0
         self.counters = {"generation_tokens": 0, "prompt_tokens_computed": 0, "steps": 0}
 
     def send(self, message: FromEngine) -> None:
@@ -80,6 +82,9 @@ class ScriptedEngine:
             delay = min((job.due - time.monotonic() for job in self.running.values()), default=0.1)
             self.inbox.poll(1000 * min(1, max(0, delay)))
             self.live_or_exit()
+            if time.monotonic() >= self.next_beat:
+                self.next_beat = time.monotonic() + 0.3
+                self.send(Heartbeat())
             while self.inbox.poll(0):
                 self.take(msgspec.msgpack.decode(self.inbox.recv(), type=ToEngine))
             self.step()

@@ -134,10 +134,11 @@ def test_requests_are_counted_by_route(state: ServerState) -> None:
     app = app_of(state)
     for path in ("/v1/models", "/v1/models/tiny", "/v1/models/other", "/random", "/wp-login.php"):
         call(app, path)
+    call(app, "/v1/completions", "POST")
     text = call(app, "/metrics").text
     assert 'http_requests_total{handler="/v1/models/{name:path}",method="GET",status="4xx"} 1.0' in text
     assert 'http_requests_total{handler="none",method="GET",status="4xx"} 2.0' in text
-    assert 'http_request_duration_seconds_count{handler="/v1/models"} 1.0' in text
+    assert 'http_request_duration_seconds_count{handler="/v1/completions"} 1.0' in text
     assert "wp-login" not in text
 
 

@@ -80,19 +80,24 @@ def engine_of(server: Server) -> psutil.Process:
 
 
 def test_an_engine_outlives_its_killed_server_by_seconds_at_most(tmp_path: Path, model: Path) -> None:
-    """While it loads and in the middle of a stream; every other test's end kills an idle one."""
+    """While it loads and in the middle of a stream; every other test's end kills an idle one. A hanging engine shows
+    in /livez."""
     with serving(tmp_path, model, "--load_until", "/nonexistent") as server:
         server.wait_for("loading: weights")
         engine = engine_of(server)
         server.process.kill()
         engine.wait(5)
     (left,) = server.runtime.iterdir()
-    with serving(tmp_path, model) as server:
+    with serving(tmp_path, model, liveness_timeout_secs=1) as server:
         server.wait_ready()
         assert not left.exists()  # swept
         stream = open_stream(server, script(endless=True, delay=0.01), stream=True)
         wait_until(lambda: server.gauge("vllm:num_requests_running") == 1)
         engine = engine_of(server)
+        engine.suspend()
+        wait_until(lambda: httpx.get(f"{server.url}/livez").status_code == 503, seconds=3)
+        engine.resume()
+        wait_until(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
         server.process.kill()
         engine.wait(5)
         stream.close()

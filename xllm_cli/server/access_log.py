@@ -47,7 +47,7 @@ class AccessLog:
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         is_probe = scope["path"] in PROBES
         handler = getattr(scope.get("route"), "path", "none")
-        self._http.answered(scope["method"], handler, status, None if is_probe else seconds)
+        self._http.answered(scope["method"], handler, status, seconds)
         if self._lines == "all" or (self._lines == "requests" and not is_probe):
             host = (scope.get("client") or ("-",))[0]
             path = ascii(scope["path"])[1:-1]  # a path may hold anything, a line feed too

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from xllm_cli import __version__
 from xllm_cli.flags import SecurityConfig
 from xllm_cli.server import admin, failures, info, messages, openai, probes, responses, tokens
-from xllm_cli.server.access_log import PROBES, AccessLog
+from xllm_cli.server.access_log import AccessLog
 from xllm_cli.server.guard import Guard, admin_only
 from xllm_cli.server.instruments import HttpInstruments
 from xllm_cli.server.keys import ApiKeys
@@ -56,7 +56,7 @@ def _announce(router: APIRouter, http: HttpInstruments) -> None:
     for route in router.routes:
         if isinstance(route, APIRoute):
             for method in route.methods or ():
-                http.announce(method, route.path, is_timed=route.path not in PROBES)
+                http.announce(method, route.path)
 
 
 class Envelope:

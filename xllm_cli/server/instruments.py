@@ -20,7 +20,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 128.0)
-_HTTP_SECONDS = (0.01, 0.1, 1.0, 10.0, 60.0, 600.0)
+_HTTP_SECONDS = (0.1, 1.0, 10.0, 60.0)
 
 _HISTOGRAMS = (
     ("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS),
@@ -96,27 +96,28 @@ class Instruments:
 
 
 class HttpInstruments:
-    """HTTP requests by route; requests to unknown paths share the handler `none`."""
+    """HTTP requests by route; requests to unknown paths share the handler `none`. Only POST is timed: the rest reads
+    what is there, and every series makes each scrape dearer."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
             "http_requests", "HTTP requests answered.", ["method", "handler", "status"], registry=registry
         )
         self._seconds = Histogram(
-            "http_request_duration_seconds", "From a request's head to the end of its answer; without probes.",
-            ["handler"], buckets=_HTTP_SECONDS, registry=registry,
+            "http_request_duration_seconds", "From the head of a POST to the end of its answer.", ["handler"],
+            buckets=_HTTP_SECONDS, registry=registry,
         )  # fmt: skip
 
-    def announce(self, method: str, handler: str, *, is_timed: bool) -> None:
+    def announce(self, method: str, handler: str) -> None:
         """Let a route's series begin at zero."""
         self._requests.labels(method, handler, "2xx")
-        if is_timed:
+        if method == "POST":
             self._seconds.labels(handler)
 
-    def answered(self, method: str, handler: str, status: int, seconds: float | None) -> None:
-        """An answer ended; `seconds` None does not time it."""
+    def answered(self, method: str, handler: str, status: int, seconds: float) -> None:
+        """An answer ended."""
         self._requests.labels(method, handler, f"{status // 100}xx").inc()
-        if seconds is not None:
+        if method == "POST":
             self._seconds.labels(handler).observe(seconds)
 
 
