@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xllm_cli.errors import RequestError
-from xllm_cli.server.protocol import UNSUPPORTED, ChatRequest, CompletionRequest, body_schema, parse
+from xllm_cli.server.parsing import UNSUPPORTED, body_schema, parse
+from xllm_cli.server.protocol import ChatRequest, CompletionRequest
 
 USER = [{"role": "user", "content": "hi"}]
 SECRET = "do-not-repeat-me"

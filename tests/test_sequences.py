@@ -9,7 +9,8 @@ from scripted_server import write_model
 
 from xllm_cli.core import Counters, Ready, SamplingParams, Snapshot, VmmReport
 from xllm_cli.errors import RequestError
-from xllm_cli.server.protocol import ChatRequest, CompletionRequest, parse
+from xllm_cli.server.parsing import parse
+from xllm_cli.server.protocol import ChatRequest, CompletionRequest
 from xllm_cli.server.sequences import make_requests
 from xllm_cli.server.tokenizer import Tokenizer
 

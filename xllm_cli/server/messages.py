@@ -18,16 +18,8 @@ from xllm_cli.server.detokenizer import Piece
 from xllm_cli.server.failures import ANTHROPIC, error_body, json_response
 from xllm_cli.server.generation import Usage, WholeChoice
 from xllm_cli.server.openai import encode_chat
-from xllm_cli.server.protocol import (
-    MAX_STOPS,
-    ChatMessage,
-    ChatRequest,
-    Count,
-    body_schema,
-    decode_object,
-    parse,
-    refuse,
-)
+from xllm_cli.server.parsing import body_schema, decode_object, parse, refuse
+from xllm_cli.server.protocol import MAX_STOPS, ChatMessage, ChatRequest, Count
 from xllm_cli.server.replies import Reply
 from xllm_cli.server.sse import named_event
 from xllm_cli.server.state import ServerState

@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from xllm_cli.server.answering import Dialect, generate, read_body, tokenized
 from xllm_cli.server.failures import json_response
-from xllm_cli.server.protocol import ChatRequest, CompletionRequest, body_schema, parse
+from xllm_cli.server.parsing import body_schema, parse
+from xllm_cli.server.protocol import ChatRequest, CompletionRequest
 from xllm_cli.server.replies import ChatReply, CompletionReply
 from xllm_cli.server.sequences import make_requests
 from xllm_cli.server.state import ServerState

@@ -19,7 +19,8 @@ from xllm_cli.server.detokenizer import Piece
 from xllm_cli.server.failures import error_body
 from xllm_cli.server.generation import Usage, WholeChoice
 from xllm_cli.server.openai import encode_chat
-from xllm_cli.server.protocol import ChatRequest, Count, body_schema, parse, refuse
+from xllm_cli.server.parsing import body_schema, parse, refuse
+from xllm_cli.server.protocol import ChatRequest, Count
 from xllm_cli.server.replies import Reply
 from xllm_cli.server.sse import named_event
 from xllm_cli.server.state import ServerState

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from xllm_cli.errors import RequestError
 from xllm_cli.server.answering import maybe_in_thread, read_body
 from xllm_cli.server.failures import json_response
-from xllm_cli.server.protocol import ChatMessage, TokenId, body_schema, parse
+from xllm_cli.server.parsing import body_schema, parse
+from xllm_cli.server.protocol import ChatMessage, TokenId
 from xllm_cli.server.state import ServerState
 from xllm_cli.server.tokenizer import Tokenizer
 
