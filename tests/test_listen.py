@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
-from xllm_cli.errors import BindError
-from xllm_cli.server.listen import is_beyond_loopback, listen, urls
+from xllm_cli.errors import BindError, ConfigError
+from xllm_cli.flags import SecurityConfig
+from xllm_cli.server.listen import check_certificate, is_beyond_loopback, listen, urls
+from xllm_cli.server.origins import allowed_origins
 
 
 def test_a_free_port_is_picked_and_named() -> None:
@@ -49,3 +52,29 @@ def test_an_empty_host_is_all_interfaces() -> None:
 def test_an_address_that_is_not_ours_is_an_error(host: str) -> None:
     with pytest.raises(BindError, match=host):
         listen(host, 0)
+
+
+def test_a_certificate_that_cannot_be_used_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "notes.pem").write_text("dear diary")
+    check_certificate(SecurityConfig())
+    for certificate, key in (("", "k.pem"), ("missing.pem", ""), ("notes.pem", ""), ("notes.pem", "missing.pem")):
+        flags = {"ssl_certfile": certificate and str(tmp_path / certificate), "ssl_keyfile": key}
+        with pytest.raises(ConfigError, match="--ssl_") as caught:
+            check_certificate(SecurityConfig(**flags))
+        assert caught.value.exit_code == 2
+
+
+def test_urls_name_the_scheme() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        assert urls(listener, "server.pem")[0].startswith("https://127.0.0.1:")
+
+
+def test_origins_are_those_a_browser_sends() -> None:
+    assert allowed_origins(SecurityConfig()) == []
+    asked = "*, http://localhost:3000/,https://a.example,chrome-extension://abc"
+    assert allowed_origins(SecurityConfig(allowed_origins=asked)) == [
+        "*", "http://localhost:3000", "https://a.example", "chrome-extension://abc",
+    ]  # fmt: skip
+    for wrong in ("a.example", "https://a.example/path", "https:// a"):
+        with pytest.raises(ConfigError, match="no origin"):
+            allowed_origins(SecurityConfig(allowed_origins=wrong))

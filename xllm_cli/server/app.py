@@ -21,6 +21,7 @@ from xllm_cli.server.access_log import AccessLog
 from xllm_cli.server.guard import Guard, admin_only
 from xllm_cli.server.instruments import HttpInstruments
 from xllm_cli.server.keys import ApiKeys
+from xllm_cli.server.origins import allowed_origins
 from xllm_cli.server.state import ServerState
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -36,8 +37,7 @@ def create_app(state: ServerState, keys: ApiKeys, security: SecurityConfig) -> A
         routes.include_router(router)
         _announce(router, state.instruments.http)
     app: ASGIApp = Guard(routes, keys, public_metrics=security.public_metrics)
-    origins = [origin.strip().rstrip("/") for origin in security.allowed_origins.split(",") if origin.strip()]
-    if origins:
+    if origins := allowed_origins(security):
         # outside the guard: a browser asks whether it may send a key before it sends one
         app = CORSMiddleware(
             app, allow_origins=origins, allow_methods=("*",), allow_headers=("*",), expose_headers=_EXPOSED,

@@ -24,6 +24,7 @@ from xllm_cli.server.engine_client import EngineClient
 from xllm_cli.server.keys import ApiKeys
 from xllm_cli.server.launch import EngineProcess
 from xllm_cli.server.listen import check_certificate, is_beyond_loopback, listen, urls
+from xllm_cli.server.origins import allowed_origins
 from xllm_cli.server.pid_file import PidFile
 from xllm_cli.server.runtime_folder import RuntimeFolder
 from xllm_cli.server.signals import StopSignals
@@ -50,6 +51,7 @@ def run(config: Config, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     try:
         keys = ApiKeys.of(config.security)
         check_certificate(config.security)
+        allowed_origins(config.security)  # here for its errors
         with ExitStack() as stack:
             listener = stack.enter_context(listen(config.service.host, config.service.port))
             setproctitle.setproctitle(

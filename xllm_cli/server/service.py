@@ -125,6 +125,7 @@ class Service:
             log_level="warning",
             access_log=False,
             server_header=False,
+            forwarded_allow_ips="127.0.0.1,::1",  # whom to believe about a client's address: a proxy on this machine
             timeout_keep_alive=75,
             timeout_graceful_shutdown=CLOSE_SECONDS,
             ssl_certfile=security.ssl_certfile or None,
