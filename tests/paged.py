@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from xllm_cli.models.batch import Batch, LayerKV
-from xllm_cli.models.llama import Llama
+from xllm_cli.models.decoder import Decoder
 
 
-def poisoned_kv(model: Llama, num_blocks: int, block_size: int, layout: str) -> list[LayerKV]:
+def poisoned_kv(model: Decoder, num_blocks: int, block_size: int, layout: str) -> list[LayerKV]:
     """A model's cache, every element of it NaN."""
     dtype = model.dtype
     sizes = [spec.bytes_per_block * num_blocks for spec in model.cache_spec(block_size, layout).tensors]

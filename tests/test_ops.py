@@ -109,11 +109,33 @@ def test_rope(cpu: CpuOps, head_dim: int) -> None:
     assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
+def test_head_rms_norm(cpu: CpuOps, head_dim: int) -> None:
+    heads, mine = Heads(4, 2, head_dim), random(6, 8 * head_dim)
+    theirs, q_weight, k_weight = mine.clone(), random(head_dim, seed=1), random(head_dim, seed=2)
+    values = mine[:, 6 * head_dim :].clone()
+    cpu.head_rms_norm(mine, q_weight, k_weight, heads, eps=1e-6)
+    REFERENCE.head_rms_norm(theirs, q_weight, k_weight, heads, eps=1e-6)
+    assert_close(mine, theirs)
+    assert torch.equal(mine[:, 6 * head_dim :], values)
+
+
+def gated(gates: torch.Tensor) -> torch.Tensor:
+    return torch.stack([gates, torch.ones_like(gates)]).flatten()[None]
+
+
 def test_silu_mul(cpu: CpuOps) -> None:
     gates = torch.cat([torch.linspace(-110, 110, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 3e38, -3e38])])
-    both = torch.stack([gates, torch.ones_like(gates)]).flatten()[None]
     expected = (gates.double() * torch.sigmoid(gates.double())).float()[None]
-    torch.testing.assert_close(cpu.silu_mul(both), expected, rtol=5e-7, atol=2e-36)
+    torch.testing.assert_close(cpu.silu_mul(gated(gates)), expected, rtol=5e-7, atol=2e-36)
+
+
+def test_gelu_mul(cpu: CpuOps) -> None:
+    gates = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 3e38, -3e38, 1e20])])
+    expected = torch.nn.functional.gelu(gates.double(), approximate="tanh").float()[None]
+    torch.testing.assert_close(cpu.gelu_mul(gated(gates)), expected, rtol=1e-6, atol=1e-7)
+    both = random(7, 2 * 37, seed=3)
+    assert_close(cpu.gelu_mul(both), REFERENCE.gelu_mul(both))
 
 
 # --- row invariance -----------------------------------------------------------------------------------------------
@@ -129,11 +151,23 @@ def row_operators(ops: Ops, dtype: torch.dtype) -> dict[str, tuple[int, object]]
         "rms_norm": (96, lambda x, first: ops.rms_norm(x, norm, 1e-5)),
         "add_rms_norm": (96, lambda x, first: ops.add_rms_norm(x, residual[first:][: len(x)].clone(), norm, 1e-5)),
         "silu_mul": (192, lambda x, first: ops.silu_mul(x)),
+        "gelu_mul": (192, lambda x, first: ops.gelu_mul(x)),
+        "head_rms_norm": (8 * 24, lambda x, first: head_norms(ops, x)),
     }
 
 
+def head_norms(ops: Ops, x: torch.Tensor) -> torch.Tensor:
+    """A copy of x whose four query heads and two key heads of 24 are normalised."""
+    normed = x.clone()
+    ops.head_rms_norm(normed, random(24, seed=7), random(24, seed=8), Heads(4, 2, 24), eps=1e-6)
+    return normed
+
+
+ROW_OPERATORS = ["linear", "logits", "rms_norm", "add_rms_norm", "silu_mul", "gelu_mul", "head_rms_norm"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["linear", "logits", "rms_norm", "add_rms_norm", "silu_mul"])
+@pytest.mark.parametrize("name", ROW_OPERATORS)
 def test_a_row_does_not_know_its_neighbours(cpu: CpuOps, dtype: torch.dtype, name: str, threads: int) -> None:
     width, operator = row_operators(cpu, dtype)[name]
     x = random(200, width, seed=6)
@@ -181,6 +215,7 @@ class Scene:
         poison: float = torch.nan,
     ) -> None:
         self.heads, self.sizes, self.block_size = heads, sizes, block_size
+        self.window: int | None = None
         counts = [-(-context // block_size) for _, context in sizes]
         order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(1)).tolist()
         self.blocks = [[order.pop() for _ in range(count)] for count in counts]
@@ -203,7 +238,11 @@ class Scene:
         if pieces is None:
             pieces = [(i, context - new, context) for i, (new, context) in enumerate(self.sizes)]
         qkv = torch.cat([self.tokens[i][first:end] for i, first, end in pieces])
-        return ops.attention(qkv, self.kv, self.batch(pieces), self.heads)
+        return self.attend_batch(ops, qkv, self.batch(pieces))
+
+    def attend_batch(self, ops: Ops, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
+        scale = self.heads.head_dim**-0.5
+        return ops.attention(qkv, self.kv, batch, self.heads, scale=scale, window=self.window)
 
 
 MIXED = [(1, 1), (1, 33), (1, 700), (5, 5), (40, 72), (17, 300), (3, 128), (2, 129)]
@@ -273,7 +312,7 @@ def test_poison_is_seen_by_a_kernel_that_reads_too_far(cpu: CpuOps) -> None:
     scene = Scene([(1, 33)])
     batch = scene.batch([(0, 32, 33)])
     batch.context_lens += 1
-    assert cpu.attention(scene.tokens[0][32:], scene.kv, batch, scene.heads).isnan().all()
+    assert scene.attend_batch(cpu, scene.tokens[0][32:], batch).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -288,6 +327,51 @@ def test_write_kv_touches_its_slots_only(cpu: CpuOps, dtype: torch.dtype) -> Non
     assert heads.num_kv_heads == 2
 
 
+# --- windows ------------------------------------------------------------------------------------------------------
+
+WINDOWS = [1, 2, 16, 31, 32, 33, 100, 128, 129, 300, 1000]  # around tiles, splits and contexts
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [HEADS, Heads(4, 1, 256)])
+def test_attention_within_a_window(cpu: CpuOps, dtype: torch.dtype, window: int, heads: Heads) -> None:
+    scene = Scene(MIXED, heads=heads, dtype=dtype)
+    scene.window = window
+    assert_close(scene.attend(cpu), scene.attend(REFERENCE))
+
+
+@pytest.mark.parametrize("window", [1, 20, 32, 150])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_within_a_window_along_every_path(cpu: CpuOps, dtype: torch.dtype, window: int, threads: int) -> None:
+    scene = Scene([(300, 300), (2, 290)], dtype=dtype)
+    scene.window = window
+    whole = scene.attend(cpu)[:300]
+    for chunk in (1, 7, 16, 64, 128):
+        cuts = range(0, 300, chunk)
+        assert torch.equal(torch.cat([scene.attend(cpu, [(0, i, min(i + chunk, 300))]) for i in cuts]), whole), chunk
+
+
+@pytest.mark.parametrize("window", [1, 16, 33, 128])
+def test_edges_of_a_window(cpu: CpuOps, window: int) -> None:
+    """The last token sees position 200 - window and not the one before, to the bit."""
+    scene = Scene([(1, 200)])
+    scene.window = window
+    before = scene.attend(cpu)
+    for position, is_seen in ((200 - window - 1, False), (200 - window, True)):
+        for side in (scene.kv.k, scene.kv.v):
+            side[scene.blocks[0][position // 16], :, position % 16] = torch.nan
+        assert bool(scene.attend(cpu).isnan().all()) == is_seen
+        assert is_seen or torch.equal(scene.attend(cpu), before)
+
+
+def test_a_window_as_long_as_the_context_is_none(cpu: CpuOps) -> None:
+    scene = Scene(MIXED)
+    expected = scene.attend(cpu)
+    scene.window = 700
+    assert torch.equal(scene.attend(cpu), expected)
+
+
 # --- the rest -----------------------------------------------------------------------------------------------------
 
 
@@ -300,7 +384,9 @@ def test_there_is_one_pool_of_threads() -> None:
 def test_impossible_sizes_are_refused() -> None:
     kernels = _kernels.Kernels()
     with pytest.raises(ValueError, match="head_dim"):
-        kernels.attention(0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 24, 16, 1, 1, 1.0, 0)
+        kernels.attention(0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 24, 16, 1, 1, 0, 1.0, 0)
+    with pytest.raises(ValueError, match="window"):
+        kernels.attention(0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 16, 16, 1, 1, -1, 1.0, 0)
     with pytest.raises(ValueError, match="positive"):
         kernels.linear(0, 0, 0, 0, 0, 1, 1, 0)
     with pytest.raises(ValueError, match="dtype"):

@@ -25,7 +25,9 @@ FIELDS = {
 
 
 def folder_with(tmp_path: Path, **changes: object) -> Path:
-    fields = {name: value for name, value in {**FIELDS, **changes}.items() if value is not None}
+    """None leaves a field out, but for a window, whose null has a meaning."""
+    both = {**FIELDS, **changes}
+    fields = {name: value for name, value in both.items() if value is not None or name == "sliding_window"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     return tmp_path
 
@@ -103,3 +105,84 @@ def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
         f"load_config({str(folder_with(tmp_path))!r}); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=Path(__file__).parent.parent)
+
+
+# --- families -----------------------------------------------------------------------------------------------------
+
+HUB = {  # what folders on the hub say, shortened
+    "mistral-7b-v0.1": {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+    "mistral-7b-v0.3": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"], "max_window_layers": 1, "sliding_window": 64, "use_sliding_window": False
+    },
+    "qwen2-windowed": {
+        "architectures": ["Qwen2ForCausalLM"], "max_window_layers": 1, "sliding_window": 9, "use_sliding_window": True
+    },
+    "qwen3-0.6b": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "sliding_window": None},
+    "gemma-3-1b": {
+        "architectures": ["Gemma3ForCausalLM"], "sliding_window": 512, "sliding_window_pattern": 3,
+        "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "query_pre_attn_scalar": 168,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma3_text"])
+def test_old_and_new_key_names_of_other_families(name: str, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(name)
+    for file, to in (("config_v4.json", "config.json"), ("generation_config.json", "generation_config.json")):
+        (tmp_path / to).write_bytes((folder / file).read_bytes())
+    assert load_config(tmp_path) == load_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        ("mistral-7b-v0.1", (4096, 4096, 4096)),
+        ("mistral-7b-v0.3", (None, None, None)),
+        ("qwen2.5-0.5b", (None, None, None)),
+        ("qwen2-windowed", (None, 9, 9)),
+        ("qwen3-0.6b", (None, None, None)),
+        ("gemma-3-1b", (512, 512, None)),
+    ],
+)
+def test_windows(name: str, windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    config = load_config(folder_with(tmp_path, **HUB[name]))
+    assert config.windows == windows and config.window_of(2) == windows[2]
+
+
+def test_biases(tmp_path: Path) -> None:
+    def biases(name: str, **changes: object) -> tuple[bool, bool, bool]:
+        config = load_config(folder_with(tmp_path, **HUB[name], **changes))
+        return config.qkv_bias, config.output_bias, config.mlp_bias
+
+    assert biases("qwen2.5-0.5b") == (True, False, False)
+    assert biases("qwen3-0.6b") == biases("mistral-7b-v0.1") == (False, False, False)
+    assert biases("qwen3-0.6b", attention_bias=True) == (True, True, False)
+
+
+def test_gemmas_own_fields(tmp_path: Path) -> None:
+    config = load_config(folder_with(tmp_path, **HUB["gemma-3-1b"]))
+    assert config.head_dim == 256 and config.tie_word_embeddings and config.attention_scale == 168**-0.5
+    assert config.rope_of(2) == RopeConfig(theta=1e6, kind="linear", factor=8.0, original_max_positions=2048)
+    assert config.rope_of(0) == RopeConfig(theta=1e4, original_max_positions=2048)
+    (tmp_path / "config.json").write_text(json.dumps({**FIELDS, "architectures": ["Gemma3ForCausalLM"]}))
+    config = load_config(tmp_path)
+    assert config.windows == (4096,) * 3 and config.attention_scale == 1 / 16 and config.rope.theta == 1e6
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma-3-1b", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+        ("gemma-3-1b", {"hidden_activation": "silu"}, "supported: gelu_pytorch_tanh"),
+        ("gemma-3-1b", {"layer_types": ["sliding_attention"]}, "types 1 layers of 3"),
+        ("gemma-3-1b", {"layer_types": ["chunked_attention"] * 3}, "'chunked' is not supported"),
+        ("mistral-7b-v0.1", {"sliding_window": 0}, "sliding_window 0 cannot be"),
+        ("qwen2-windowed", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ("qwen3-0.6b", {"num_hidden_layers": None}, "no 'num_hidden_layers'"),
+    ],
+)
+def test_refused_families(name: str, changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_config(folder_with(tmp_path, **{**HUB[name], **changes}))

@@ -36,7 +36,21 @@ class Kernels:
     def rope(
         self, x: int, positions: int, table: int, rows: int, stride: int, heads: int, head_dim: int, /
     ) -> None: ...
+    def head_norm(
+        self,
+        x: int,
+        q_weight: int,
+        k_weight: int,
+        rows: int,
+        stride: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        epsilon: float,
+        /,
+    ) -> None: ...
     def silu_mul(self, x: int, out: int, rows: int, width: int, /) -> None: ...
+    def gelu_mul(self, x: int, out: int, rows: int, width: int, /) -> None: ...
     def write_kv(
         self,
         keys: int,
@@ -70,6 +84,7 @@ class Kernels:
         block_size: int,
         block_stride: int,
         max_blocks: int,
+        window: int,
         scale: float,
         dtype: int,
         /,

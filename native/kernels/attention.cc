@@ -6,7 +6,8 @@
 //
 // A split's (maximum, sum, weighted values) is computed on its own and the splits are merged from the first to the last.
 // So a row's result is a function of its query and its KV alone: splits may run on different threads, and other rows may
-// share the tile, without changing a bit. What lies beyond a row's own position is neither multiplied nor added.
+// share the tile, without changing a bit. What a row does not see is neither multiplied nor added, and tiles that no row of
+// a unit sees are skipped.
 #include <omp.h>
 
 #include "softmax.h"
@@ -19,9 +20,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /// Query tokens of one unit.
 int64_t block_tokens(const AttentionArgs& a) { return kMaxRows / group_size(a); }
 
-/// A block of query tokens; `part` numbers its first split among those of all blocks.
+/// A block of query tokens and the splits they see; `part` numbers the first of them among those of all blocks.
 struct Block {
-  int32_t request, first, splits, part;
+  int32_t request, first, first_split, splits, part;
 };
 
 /// How the work is cut. With few units their splits are shared among the threads (`by_split`).
@@ -30,13 +31,16 @@ struct Plan {
   bool by_split = false;
 };
 
+/// Visit every block (its `part` is 0) with the number of its tokens and of the positions they see.
 template <class Visit>
 void for_blocks(const AttentionArgs& a, Visit visit) {
   for (int32_t i = 0; i < a.requests; ++i) {
     const int32_t end = a.query_starts[i + 1];
     for (int32_t first = a.query_starts[i]; first < end; first += static_cast<int32_t>(block_tokens(a))) {
       const int64_t left = end - first, tokens = left < block_tokens(a) ? left : block_tokens(a);
-      visit(i, first, tokens, a.context_lens[i] - left + tokens);
+      const int64_t limit = a.context_lens[i] - left + tokens, seen = first_seen(a, limit - tokens + 1);
+      const int32_t first_split = static_cast<int32_t>(seen / kSplit);
+      visit(Block{i, first, first_split, static_cast<int32_t>(ceil_div(limit, kSplit)) - first_split, 0}, tokens, limit - seen);
     }
   }
 }
@@ -44,11 +48,11 @@ void for_blocks(const AttentionArgs& a, Visit visit) {
 Plan plan_of(const AttentionArgs& a) {
   Plan p;
   int64_t products = 0;
-  for_blocks(a, [&](int32_t, int32_t, int64_t tokens, int64_t limit) {
+  for_blocks(a, [&](const Block& block, int64_t tokens, int64_t positions) {
     const int64_t rows = tokens * group_size(a);
-    products += 2 * rows * a.kv_heads * a.head_dim * limit;
+    products += 2 * rows * a.kv_heads * a.head_dim * positions;
     ++p.blocks;
-    p.parts += ceil_div(limit, kSplit);
+    p.parts += block.splits;
     p.max_rows = rows > p.max_rows ? rows : p.max_rows;
   });
   p.threads = products < kParallelProducts ? 1 : omp_get_max_threads();
@@ -76,10 +80,10 @@ Memory memory_of(const AttentionArgs& a, const Plan& p) {
 
 void list_blocks(const AttentionArgs& a, Block* blocks) {
   int32_t part = 0;
-  for_blocks(a, [&](int32_t request, int32_t first, int64_t, int64_t limit) {
-    const int32_t splits = static_cast<int32_t>(ceil_div(limit, kSplit));
-    *blocks++ = {request, first, splits, part};
-    part += splits;
+  for_blocks(a, [&](Block block, int64_t, int64_t) {
+    block.part = part;
+    part += block.splits;
+    *blocks++ = block;
   });
 }
 
@@ -105,7 +109,7 @@ void attend_units(const AttentionArgs& a, const Plan& p, const Memory& m, const 
         load_query(a, u, w.query);
         clear(a, u, whole);
         for (int64_t split = 0; split < blocks[block].splits; ++split) {
-          attend_split<T>(a, u, split, w, part);
+          attend_split<T>(a, u, blocks[block].first_split + split, w, part);
           merge(a, u, whole, part);
         }
         write_out(a, u, whole);
@@ -131,7 +135,7 @@ void attend_parts(const AttentionArgs& a, const Plan& p, const Memory& m, const 
         while (block->part + block->splits <= part) ++block;
         const Unit u = unit_of(a, *block, kv_head);
         load_query(a, u, w.query);
-        attend_split<T>(a, u, part - block->part, w, state(part, kv_head));
+        attend_split<T>(a, u, block->first_split + part - block->part, w, state(part, kv_head));
       }
 #pragma omp for collapse(2) schedule(static)
     for (int64_t block = 0; block < p.blocks; ++block)

@@ -1,4 +1,4 @@
-// Operators on rows: norms, rotary positions, SiLU, and the write into the paged cache.
+// Operators on rows: norms, rotary positions, gates, and the write into the paged cache.
 #include <omp.h>
 
 #include "simd.h"
@@ -20,12 +20,11 @@ XLLM_INLINE Group multiply(const Group& a, const Group& b) {
   return c;
 }
 
-void norm_row(const NormArgs& a, int64_t row) {
-  const float* x = a.x + row * a.width;
-  float* residual = a.residual ? a.residual + row * a.width : nullptr;
-  float* out = a.out + row * a.width;
+/// out = RMS norm of x (or of residual + x, which is written back), times weight. out may be x.
+XLLM_INLINE void norm_row(const float* x, float* residual, const float* weight, float* out, int64_t width,
+                          float epsilon) {
   Group squares = {};
-  for_groups(a.width, [&](int64_t i, int count) {
+  for_groups(width, [&](int64_t i, int count) {
     Group v = load_some(x + i, count);
     if (residual) {
       v = add(load_some(residual + i, count), v);
@@ -34,12 +33,12 @@ void norm_row(const NormArgs& a, int64_t row) {
     for (int p = 0; p < kParts; ++p) squares.part[p] = fma(v.part[p], v.part[p], squares.part[p]);
   });
   const float* source = residual ? residual : x;
-  const float mean = sum(squares) / static_cast<float>(a.width);
-  const Vec scale = splat(1.0f / __builtin_sqrtf(mean + a.epsilon));
-  for_groups(a.width, [&](int64_t i, int count) {
+  const float mean = sum(squares) / static_cast<float>(width);
+  const Vec scale = splat(1.0f / __builtin_sqrtf(mean + epsilon));
+  for_groups(width, [&](int64_t i, int count) {
     Group v = load_some(source + i, count);
     for (int p = 0; p < kParts; ++p) v.part[p] *= scale;
-    store_some(out + i, multiply(load_some(a.weight + i, count), v), count);
+    store_some(out + i, multiply(load_some(weight + i, count), v), count);
   });
 }
 
@@ -64,17 +63,31 @@ void rope_row(const RopeArgs& a, int64_t row) {
   }
 }
 
-void silu_mul_row(const SiluMulArgs& a, int64_t row) {
+/// v · σ(s), where σ(s) is 1 or e^-|s| over 1 + e^-|s|.
+XLLM_INLINE Vec times_sigmoid(Vec v, Vec s) {
+  const Vec tail = exponential(s > Vec{} ? -s : s);
+  return v * ((s > Vec{} ? splat(1.0f) : tail) / (tail + 1.0f));
+}
+
+struct Silu {
+  XLLM_INLINE static Vec of(Vec v) { return times_sigmoid(v, v); }
+};
+
+/// v / 2 · (1 + tanh(√(2/π) · (v + 0.044715 · v³))), and (1 + tanh s) / 2 = σ(2 · s).
+struct Gelu {
+  XLLM_INLINE static Vec of(Vec v) {
+    return times_sigmoid(v, v * fma(v * v, splat(0.0713548162726f), splat(1.5957691216057f)));
+  }
+};
+
+template <class Function>
+void gated_mul_row(const GatedMulArgs& a, int64_t row) {
   const float* gate = a.x + row * 2 * a.width;
   const float* up = gate + a.width;
   float* out = a.out + row * a.width;
   for_groups(a.width, [&](int64_t i, int count) {
     Group g = load_some(gate + i, count);
-    for (int p = 0; p < kParts; ++p) {
-      const Vec v = g.part[p];
-      const Vec tail = exponential(v > Vec{} ? -v : v);  // e^-|v|: the sigmoid of v is 1 or tail over 1 + tail
-      g.part[p] = v * ((v > Vec{} ? splat(1.0f) : tail) / (tail + 1.0f));
-    }
+    for (int p = 0; p < kParts; ++p) g.part[p] = Function::of(g.part[p]);
     store_some(out + i, multiply(g, load_some(up + i, count)), count);
   });
 }
@@ -97,7 +110,20 @@ void write_kv_row(const WriteKvArgs& a, int64_t row) {
 
 void norm(const NormArgs& a) {
 #pragma omp parallel for schedule(static) if (a.rows > 1 && a.rows * a.width > kParallel)
-  for (int64_t row = 0; row < a.rows; ++row) norm_row(a, row);
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const int64_t first = row * a.width;
+    norm_row(a.x + first, a.residual ? a.residual + first : nullptr, a.weight, a.out + first, a.width, a.epsilon);
+  }
+}
+
+void head_norm(const HeadNormArgs& a) {
+  const int64_t heads = a.heads + a.kv_heads;
+#pragma omp parallel for schedule(static) if (a.rows > 1 && a.rows * heads * a.head_dim > kParallel)
+  for (int64_t row = 0; row < a.rows; ++row)
+    for (int64_t head = 0; head < heads; ++head) {
+      float* x = a.x + row * a.stride + head * a.head_dim;
+      norm_row(x, nullptr, head < a.heads ? a.q_weight : a.k_weight, x, a.head_dim, a.epsilon);
+    }
 }
 
 void rope(const RopeArgs& a) {
@@ -105,9 +131,10 @@ void rope(const RopeArgs& a) {
   for (int64_t row = 0; row < a.rows; ++row) rope_row(a, row);
 }
 
-void silu_mul(const SiluMulArgs& a) {
+void gated_mul(const GatedMulArgs& a) {
 #pragma omp parallel for schedule(static) if (a.rows > 1 && a.rows * a.width > kParallel / 2)
-  for (int64_t row = 0; row < a.rows; ++row) silu_mul_row(a, row);
+  for (int64_t row = 0; row < a.rows; ++row)
+    a.gate == Gate::silu ? gated_mul_row<Silu>(a, row) : gated_mul_row<Gelu>(a, row);
 }
 
 void write_kv(const WriteKvArgs& a) {

@@ -43,6 +43,16 @@ struct NormArgs {
   float epsilon;
 };
 
+/// The norm of every query and key head in place: row r of x begins with `heads` query heads, then `kv_heads` key heads,
+/// each [head_dim] and weighed by q_weight or k_weight [head_dim].
+struct HeadNormArgs {
+  float* x;
+  const float* q_weight;
+  const float* k_weight;
+  int64_t rows, stride, heads, kv_heads, head_dim;
+  float epsilon;
+};
+
 /// Turn the first `heads` heads of every row in place: pairs (i, i + head_dim / 2) by the angle whose cosine and sine are
 /// row positions[r] of `table` [position][cos head_dim / 2 | sin head_dim / 2].
 struct RopeArgs {
@@ -52,11 +62,14 @@ struct RopeArgs {
   int64_t rows, stride, heads, head_dim;
 };
 
-/// out[r, i] = silu(x[r, i]) · x[r, width + i].
-struct SiluMulArgs {
+enum class Gate : int { silu = 0, gelu = 1 };
+
+/// out[r, i] = gate(x[r, i]) · x[r, width + i], where silu(v) = v · σ(v) and gelu is its approximation by tanh.
+struct GatedMulArgs {
   const float* x;
   float* out;
   int64_t rows, width;
+  Gate gate;
 };
 
 /// Put row r's keys and values ([kv_heads][head_dim] each), rounded to `dtype`, at token slots[r] % block_size of block
@@ -73,8 +86,8 @@ struct WriteKvArgs {
 
 /// Causal attention of `requests` sequences over their paged KV. Rows query_starts[i] … query_starts[i + 1] of q are the
 /// last tokens of sequence i, whose KV (context_lens[i] tokens, these rows included) lies in the blocks of row i of
-/// block_tables. Nothing beyond a row's own position is read into its result, whatever the memory holds. `dtype` is that
-/// of k and v.
+/// block_tables. A row at position p sees the KV of p and of the `window` - 1 positions before it (of all, if window is
+/// 0); nothing else is read into its result, whatever the memory holds. `dtype` is that of k and v.
 /// REQUIRES: head_dim a multiple of 16, at most 256; heads a multiple of kv_heads; at most 32 heads per kv head.
 struct AttentionArgs {
   const float* q;
@@ -85,7 +98,7 @@ struct AttentionArgs {
   const int32_t* context_lens;
   const int32_t* block_tables;
   float* scratch;
-  int64_t requests, q_stride, heads, kv_heads, head_dim, block_size, block_stride, max_blocks;
+  int64_t requests, q_stride, heads, kv_heads, head_dim, block_size, block_stride, max_blocks, window;
   float scale;
   Dtype dtype;
 };
@@ -103,8 +116,9 @@ struct KernelTable {
   const char* level;
   void (*linear)(const LinearArgs&);
   void (*norm)(const NormArgs&);
+  void (*head_norm)(const HeadNormArgs&);
   void (*rope)(const RopeArgs&);
-  void (*silu_mul)(const SiluMulArgs&);
+  void (*gated_mul)(const GatedMulArgs&);
   void (*write_kv)(const WriteKvArgs&);
   void (*attention)(const AttentionArgs&);
   int64_t (*attention_scratch)(const AttentionArgs&);

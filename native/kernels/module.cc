@@ -99,11 +99,17 @@ class Kernels {
     table_->rope(a);
   }
 
-  void silu_mul(Address x, Address out, int64_t rows, int64_t width) {
-    const SiluMulArgs a{at<float>(x), at<float>(out), rows, width};
-    require(rows > 0 && width > 0, "silu_mul: sizes must be positive");
+  void silu_mul(Address x, Address out, int64_t rows, int64_t width) { gated_mul(x, out, rows, width, Gate::silu); }
+
+  void gelu_mul(Address x, Address out, int64_t rows, int64_t width) { gated_mul(x, out, rows, width, Gate::gelu); }
+
+  void head_norm(Address x, Address q_weight, Address k_weight, int64_t rows, int64_t stride, int64_t heads,
+                 int64_t kv_heads, int64_t head_dim, float epsilon) {
+    const HeadNormArgs a{at<float>(x), at<float>(q_weight), at<float>(k_weight), rows, stride,
+                         heads,        kv_heads,            head_dim,            epsilon};
+    require(rows > 0 && heads > 0 && kv_heads > 0 && head_dim > 0, "head_norm: sizes must be positive");
     nb::gil_scoped_release released;
-    table_->silu_mul(a);
+    table_->head_norm(a);
   }
 
   void write_kv(Address keys, Address values, Address k, Address v, Address slots, int64_t rows, int64_t stride,
@@ -118,8 +124,8 @@ class Kernels {
 
   void attention(Address q, Address k, Address v, Address out, Address query_starts, Address context_lens,
                  Address block_tables, int64_t requests, int64_t q_stride, int64_t heads, int64_t kv_heads,
-                 int64_t head_dim, int64_t block_size, int64_t block_stride, int64_t max_blocks, float scale,
-                 int dtype) {
+                 int64_t head_dim, int64_t block_size, int64_t block_stride, int64_t max_blocks, int64_t window,
+                 float scale, int dtype) {
     AttentionArgs a{at<float>(q),
                     at<void>(k),
                     at<void>(v),
@@ -136,9 +142,11 @@ class Kernels {
                     block_size,
                     block_stride,
                     max_blocks,
+                    window,
                     scale,
                     dtype_of(dtype)};
     require(requests > 0 && block_size > 0 && max_blocks > 0, "attention: sizes must be positive");
+    require(window >= 0, "attention: window must be positive, or 0 for none");
     require(head_dim > 0 && head_dim % 16 == 0 && head_dim <= 256, "attention: head_dim must be 16, 32, … 256");
     require(kv_heads > 0 && heads % kv_heads == 0 && heads / kv_heads <= 32, "attention: 1 to 32 heads per kv head");
     nb::gil_scoped_release released;
@@ -157,6 +165,13 @@ class Kernels {
   struct Free {
     void operator()(float* p) const { std::free(p); }
   };
+
+  void gated_mul(Address x, Address out, int64_t rows, int64_t width, Gate gate) {
+    const GatedMulArgs a{at<float>(x), at<float>(out), rows, width, gate};
+    require(rows > 0 && width > 0, "gated product: sizes must be positive");
+    nb::gil_scoped_release released;
+    table_->gated_mul(a);
+  }
 
   /// At least `floats` floats, aligned to a cache line; kept and grown between calls.
   float* scratch(int64_t floats) {
@@ -215,7 +230,9 @@ NB_MODULE(_kernels, m) {
       .def("linear", &Kernels::linear)
       .def("norm", &Kernels::norm)
       .def("rope", &Kernels::rope)
+      .def("head_norm", &Kernels::head_norm)
       .def("silu_mul", &Kernels::silu_mul)
+      .def("gelu_mul", &Kernels::gelu_mul)
       .def("write_kv", &Kernels::write_kv)
       .def("attention", &Kernels::attention)
       .def("embedding", &Kernels::embedding);

@@ -13,7 +13,7 @@ constexpr int64_t kMaxHeadDim = 256;
 constexpr float kLowest = -3.0e38f;
 
 /// A block of query tokens and one kv head. Its rows are (token, head of the group): keys and values are read once for
-/// all of them. Token i sees the KV positions [0, visible + i).
+/// all of them. Token i sees KV positions before visible + i.
 struct Unit {
   int64_t request, kv_head, first, visible, rows;
 };
@@ -47,7 +47,12 @@ XLLM_INLINE Workspace workspace_at(const AttentionArgs& a, float* memory) {
 
 XLLM_INLINE int64_t group_size(const AttentionArgs& a) { return a.heads / a.kv_heads; }
 
-/// Row r sees the KV positions [0, limit).
+/// The first position a token sees whose last one is limit - 1.
+XLLM_INLINE int64_t first_seen(const AttentionArgs& a, int64_t limit) {
+  return a.window > 0 && limit > a.window ? limit - a.window : 0;
+}
+
+/// Row r sees the KV positions [first_seen(limit), limit).
 XLLM_INLINE int64_t limit_of(const AttentionArgs& a, const Unit& u, int64_t r) { return u.visible + r / group_size(a); }
 
 inline void load_query(const AttentionArgs& a, const Unit& u, float* query) {
@@ -176,15 +181,33 @@ void score_tile(const AttentionArgs& a, const Unit& u, const Workspace& w, const
   }
 }
 
-/// One row of the online softmax: scores of the first `valid` tokens become weights, the rest zeros.
-inline void softmax_row(const AttentionArgs& a, int64_t valid, float* scores, int64_t r, const State& s) {
+XLLM_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/// Tokens [from, to) of a tile.
+struct Span {
+  int64_t from, to;
+};
+
+/// Those of the tile at position `start` that row r sees.
+inline Span span_of(const AttentionArgs& a, const Unit& u, int64_t r, int64_t start) {
+  const auto within = [&](int64_t position) {
+    const int64_t n = position - start;
+    return n < 0 ? int64_t{0} : n < kTile ? n : kTile;
+  };
+  const int64_t limit = limit_of(a, u, r);
+  return {within(first_seen(a, limit)), within(limit)};
+}
+
+/// One row of the online softmax: scores of the tokens of `seen` become weights, the rest zeros.
+inline void softmax_row(const AttentionArgs& a, Span seen, float* scores, int64_t r, const State& s) {
   IntVec index;
   for (int i = 0; i < kLanes; ++i) index[i] = i;
-  const IntVec limit = IntVec{} + static_cast<int32_t>(valid);
+  const IntVec from = IntVec{} + static_cast<int32_t>(seen.from), to = IntVec{} + static_cast<int32_t>(seen.to);
+  const auto is_seen = [&](int i) { return (index + i * kLanes >= from) & (index + i * kLanes < to); };
   Group best = splat_group(kLowest);
   Vec score[kTile / kLanes];
   for (int i = 0; i < kTile / kLanes; ++i) {
-    score[i] = index + i * kLanes < limit ? load(scores + i * kLanes) : splat(kLowest);
+    score[i] = is_seen(i) ? load(scores + i * kLanes) : splat(kLowest);
     best.part[i % kParts] = larger(best.part[i % kParts], score[i]);
   }
   const float before = s.maximum[r], tile_best = largest(best);
@@ -192,7 +215,7 @@ inline void softmax_row(const AttentionArgs& a, int64_t valid, float* scores, in
   Group total = {};
   for (int i = 0; i < kTile / kLanes; ++i) {
     const Vec weight = exponential(score[i] - splat(maximum));
-    const Vec kept = index + i * kLanes < limit ? weight : Vec{};
+    const Vec kept = is_seen(i) ? weight : Vec{};
     store(scores + i * kLanes, kept);
     total.part[i % kParts] += kept;
   }
@@ -220,24 +243,26 @@ void add_values(const AttentionArgs& a, const T* const* v, const float* weights,
   });
 }
 
-/// Softmax and values of the tile at position `start`. A row takes the tokens it sees and no other.
+/// Softmax and values of the tile at position `start`. A row takes the tokens it sees and no other, in their order.
 template <class T>
 void weigh_tile(const AttentionArgs& a, const Unit& u, const Workspace& w, const State& s, int64_t start,
                 const T* const* v) {
-  const auto valid = [&](int64_t r) {
-    const int64_t n = limit_of(a, u, r) - start;
-    return n < 0 ? int64_t{0} : n < kTile ? n : kTile;
-  };
-  for (int64_t r = 0; r < u.rows; ++r)
-    if (valid(r) > 0) softmax_row(a, valid(r), w.scores + r * kTile, r, s);
+  Span spans[kMaxRows];
+  for (int64_t r = 0; r < u.rows; ++r) {
+    spans[r] = span_of(a, u, r, start);
+    if (spans[r].from < spans[r].to) softmax_row(a, spans[r], w.scores + r * kTile, r, s);
+  }
   for_tiles(u.rows, [&](int64_t first, int rows) {
-    const float* weights = w.scores + first * kTile;
-    float* values = s.values + first * a.head_dim;
-    const int64_t common = valid(first);  // later rows see as much or more
-    if (common > 0) add_values(a, v, weights, values, rows, 0, common);
-    for (int r = 1; r < rows; ++r)
-      if (valid(first + r) > common)
-        add_values(a, v, weights + r * kTile, values + r * a.head_dim, 1, common, valid(first + r));
+    const auto add = [&](int r, int count, int64_t from, int64_t to) {
+      if (from < to)
+        add_values(a, v, w.scores + (first + r) * kTile, s.values + (first + r) * a.head_dim, count, from, to);
+    };
+    const Span* seen = spans + first;
+    Span common = {seen[rows - 1].from, seen[0].to};  // later rows begin and end no earlier
+    if (common.from >= common.to) common = {kTile, kTile};
+    for (int r = 0; r < rows; ++r) add(r, 1, seen[r].from, smaller(seen[r].to, common.from));
+    add(0, rows, common.from, common.to);
+    for (int r = 0; r < rows; ++r) add(r, 1, common.to, seen[r].to);
   });
 }
 
@@ -257,7 +282,8 @@ void attend_split(const AttentionArgs& a, const Unit& u, int64_t split, const Wo
   const int64_t end = (split + 1) * kSplit < last ? (split + 1) * kSplit : last;
   Tile<T> tiles[2];
   int current = 0;
-  find_tile(a, u, split * kSplit, last, tiles[0]);
+  const int64_t seen = first_seen(a, limit_of(a, u, 0)) / kTile * kTile;
+  find_tile(a, u, split * kSplit > seen ? split * kSplit : seen, last, tiles[0]);
   for (; tiles[current].start < end; current = 1 - current) {
     const Tile<T>&tile = tiles[current], &next = tiles[1 - current];
     find_tile(a, u, tile.start + kTile, last, tiles[1 - current]);  // perhaps the next split's first

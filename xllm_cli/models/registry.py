@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from xllm_cli.core import CacheSpec
 from xllm_cli.errors import ModelError
-from xllm_cli.models.config import ModelConfig, read_decoder, read_end_tokens, read_json
+from xllm_cli.models import families
+from xllm_cli.models.config import Family, ModelConfig, read_decoder, read_end_tokens, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -23,13 +24,20 @@ if TYPE_CHECKING:
 
 
 class ModelClass(NamedTuple):
-    """Where a model lives; imported only when it is built."""
+    """Where a model lives, imported only when it is built, and what reads its config."""
 
     module: str
     name: str
+    family: Family
 
 
-MODELS: Mapping[str, ModelClass] = {"LlamaForCausalLM": ModelClass("xllm_cli.models.llama", "Llama")}
+MODELS: Mapping[str, ModelClass] = {
+    "LlamaForCausalLM": ModelClass("llama", "Llama", families.llama),
+    "MistralForCausalLM": ModelClass("llama", "Llama", families.mistral),
+    "Qwen2ForCausalLM": ModelClass("llama", "Llama", families.qwen2),
+    "Qwen3ForCausalLM": ModelClass("qwen3", "Qwen3", families.qwen3),
+    "Gemma3ForCausalLM": ModelClass("gemma3", "Gemma3", families.gemma3),
+}
 
 
 class Model(Protocol):
@@ -62,7 +70,8 @@ def load_config(folder: str | Path) -> ModelConfig:
     supported = [name for name in named if name in MODELS]
     if not supported:
         raise ModelError(f"architecture {', '.join(map(str, named))} is not supported; supported: {', '.join(MODELS)}")
-    return read_decoder(raw, supported[0], read_end_tokens(raw, folder))
+    name = supported[0]
+    return read_decoder(raw, name, end_tokens=read_end_tokens(raw, folder), family=MODELS[name].family)
 
 
 def build_model(config: ModelConfig, ops: Ops, weights: Mapping[str, torch.Tensor], dtype: str = "auto") -> Model:
@@ -71,5 +80,5 @@ def build_model(config: ModelConfig, ops: Ops, weights: Mapping[str, torch.Tenso
     Raises ModelError naming a tensor that is missing, unexpected or of another shape.
     """
     where = MODELS[config.architecture]
-    model = getattr(importlib.import_module(where.module), where.name)
+    model = getattr(importlib.import_module(f"xllm_cli.models.{where.module}"), where.name)
     return cast(Model, model(config, ops, weights, config.resolve_dtype(dtype)))

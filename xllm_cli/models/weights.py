@@ -8,6 +8,8 @@ from typing import cast
 import torch
 
 from xllm_cli.errors import ModelError
+from xllm_cli.models.config import ModelConfig
+from xllm_cli.models.ops.base import Linear, Ops
 
 
 class WeightReader:
@@ -51,3 +53,25 @@ class WeightReader:
     def _where(self, name: str) -> str:
         origin = getattr(self._weights, "origin", None)
         return f" in {cast(str, origin(name))}" if origin is not None else ""
+
+
+class ModuleWeights:
+    """The weights of one part of a model, by their names below `prefix`; linears come packed for their operators."""
+
+    def __init__(self, reader: WeightReader, ops: Ops, config: ModelConfig, *, prefix: str, norm_offset: float) -> None:
+        """`norm_offset` is added to every norm weight."""
+        self.ops = ops
+        self.config = config
+        self._reader = reader
+        self._prefix = prefix
+        self._norm_offset = norm_offset
+
+    def norm(self, name: str, width: int) -> torch.Tensor:
+        """The weight of a norm, [width] float32."""
+        return self._reader.keep(f"{self._prefix}{name}.weight", width) + self._norm_offset
+
+    def linear(self, names: Mapping[str, int], depth: int, *, bias: bool) -> Linear:
+        """One Linear, the named ones (name → rows) side by side; each is read, packed and dropped."""
+        parts = (self._reader.read(f"{self._prefix}{name}.weight", rows, depth) for name, rows in names.items())
+        biases = [self._reader.keep(f"{self._prefix}{name}.bias", rows) for name, rows in names.items() if bias]
+        return self.ops.pack_linear(parts, sum(names.values()), depth, bias=torch.cat(biases) if biases else None)

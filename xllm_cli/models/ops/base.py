@@ -88,6 +88,12 @@ class Ops(Protocol):
         """residual += x in place; then the norm of residual."""
         ...
 
+    def head_rms_norm(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, heads: Heads, *, eps: float
+    ) -> None:
+        """The norm of every query head, weights q_weight [D], and every key head, k_weight [D], in place."""
+        ...
+
     def rope(self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, heads: Heads) -> None:
         """Turn queries and keys in place: pairs (i, i + D/2) by the angles of table [P, cos D/2 | sin D/2]."""
         ...
@@ -96,12 +102,20 @@ class Ops(Protocol):
         """silu(gate) · up: [T, 2·W] → [T, W]."""
         ...
 
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gelu(gate) · up: [T, 2·W] → [T, W], with gelu(x) = x / 2 · (1 + tanh(√(2/π) · (x + 0.044715·x³)))."""
+        ...
+
     def write_kv(self, qkv: torch.Tensor, kv: LayerKV, slots: torch.Tensor, heads: Heads) -> None:
         """Put keys and values of token t, rounded to the cache's type, at slot slots[t]."""
         ...
 
-    def attention(self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads) -> torch.Tensor:
-        """Causal attention of the batch's queries over their cached KV, scaled by D^-½: [T, H·D].
+    def attention(
+        self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Causal attention of the batch's queries over their cached KV, scores times scale: [T, H·D].
+
+        A token sees itself and the `window` - 1 tokens before it; None: all before it.
 
         Memory of masked or unused positions may hold anything, NaN too.
         """

@@ -146,6 +146,14 @@ class CpuOps:
         self._kernels.norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
         return out
 
+    def head_rms_norm(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, heads: Heads, *, eps: float
+    ) -> None:
+        """See Ops."""
+        assert qkv.dtype == q_weight.dtype == k_weight.dtype == torch.float32
+        rows, stride = qkv.shape
+        self._kernels.head_norm(qkv.data_ptr(), q_weight.data_ptr(), k_weight.data_ptr(), rows, stride, *heads, eps)
+
     def rope(self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, heads: Heads) -> None:
         """See Ops. Positions must lie in the table."""
         assert qkv.dtype == torch.float32
@@ -159,6 +167,14 @@ class CpuOps:
         rows, both = gate_up.shape
         out = torch.empty((rows, both // 2))
         self._kernels.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
+        return out
+
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        assert gate_up.dtype == torch.float32
+        rows, both = gate_up.shape
+        out = torch.empty((rows, both // 2))
+        self._kernels.gelu_mul(gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
         return out
 
     def write_kv(self, qkv: torch.Tensor, kv: LayerKV, slots: torch.Tensor, heads: Heads) -> None:
@@ -182,7 +198,9 @@ class CpuOps:
             _CODES[kv.k.dtype],
         )
 
-    def attention(self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads) -> torch.Tensor:
+    def attention(
+        self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads, *, scale: float, window: int | None
+    ) -> torch.Tensor:
         """See Ops. head_dim: a multiple of 16 up to 256."""
         assert qkv.dtype == torch.float32
         rows, stride = qkv.shape
@@ -204,7 +222,8 @@ class CpuOps:
             kv.block_size,
             kv.block_stride,
             max_blocks,
-            heads.head_dim**-0.5,
+            window or 0,
+            scale,
             _CODES[kv.k.dtype],
         )
         return out

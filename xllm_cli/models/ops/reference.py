@@ -65,6 +65,15 @@ class ReferenceOps:
         residual += x
         return self.rms_norm(residual, weight, eps)
 
+    def head_rms_norm(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, heads: Heads, *, eps: float
+    ) -> None:
+        """See Ops."""
+        both = qkv.view(qkv.shape[0], -1, heads.head_dim)
+        queries, keys = both[:, : heads.num_heads], both[:, heads.num_heads : heads.num_heads + heads.num_kv_heads]
+        queries.copy_(self.rms_norm(queries, q_weight, eps))
+        keys.copy_(self.rms_norm(keys, k_weight, eps))
+
     def rope(self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, heads: Heads) -> None:
         """See Ops."""
         turned = (heads.num_heads + heads.num_kv_heads) * heads.head_dim
@@ -78,6 +87,11 @@ class ReferenceOps:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
+    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
     def write_kv(self, qkv: torch.Tensor, kv: LayerKV, slots: torch.Tensor, heads: Heads) -> None:
         """See Ops."""
         sides = qkv.view(qkv.shape[0], -1, heads.head_dim)[:, heads.num_heads :]
@@ -85,7 +99,9 @@ class ReferenceOps:
         kv.k[block, :, offset] = sides[:, : heads.num_kv_heads].to(kv.k.dtype)
         kv.v[block, :, offset] = sides[:, heads.num_kv_heads :].to(kv.v.dtype)
 
-    def attention(self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads) -> torch.Tensor:
+    def attention(
+        self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads, *, scale: float, window: int | None
+    ) -> torch.Tensor:
         """See Ops: gather the keys and values of each sequence, then a masked softmax."""
         queries = qkv.view(qkv.shape[0], -1, heads.head_dim)[:, : heads.num_heads]
         out = torch.empty_like(queries)
@@ -99,8 +115,9 @@ class ReferenceOps:
             q = (
                 queries[first:last].float().view(last - first, heads.num_kv_heads, -1, heads.head_dim)
             )  # [n, G, H / G, D]
-            scores = torch.einsum("nghd,tgd->nght", q, k) * heads.head_dim**-0.5
-            own = torch.arange(context - (last - first), context)
-            scores = scores.masked_fill(tokens > own[:, None, None, None], -torch.inf)
+            scores = torch.einsum("nghd,tgd->nght", q, k) * scale
+            own = torch.arange(context - (last - first), context)[:, None, None, None]
+            hidden = tokens > own if window is None else (tokens > own) | (tokens <= own - window)
+            scores = scores.masked_fill(hidden, -torch.inf)
             out[first:last] = torch.einsum("nght,tgd->nghd", scores.softmax(-1), v).flatten(1, 2).to(out.dtype)
         return out.flatten(1)
