@@ -132,6 +132,15 @@ def test_headroom_is_never_above_any_cap(seen: list[Observation], caps: Limits, 
         assert not caps.ratio or room.bytes <= caps.ratio * rank.total - rank.owned + 1
 
 
+@given(observations, limits, usages)
+def test_the_terms_are_what_headroom_is_the_least_of(seen: list[Observation], caps: Limits, usage: Usage) -> None:
+    room = headroom(seen, caps, usage)
+    names = {name for _, name in room.terms}
+    assert (room.bytes, room.limited_by) == min(room.terms, key=lambda term: term[0])
+    assert ("max_cache_size" in names) == (caps.max_cache_size > 0) and ("limit" in names) == (caps.limit is not None)
+    assert ("free_memory" in names) == caps.elastic and ("pool" in names) != caps.elastic
+
+
 @given(observations, limits, usages, sizes)
 def test_headroom_follows_free_memory(seen: list[Observation], caps: Limits, usage: Usage, more: int) -> None:
     freer = [replace_seen(rank, free=rank.free + more) for rank in seen]

@@ -46,6 +46,23 @@ def test_a_taken_port_ends_with_3_before_the_engine_starts(
     assert "in use" in capfd.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("host", "key", "warns"), [("", "", True), ("", "key", False), ("127.0.0.1", "", False)])
+def test_an_open_server_is_warned_of(
+    tmp_path: Path, runtime: Path, caplog: pytest.LogCaptureFixture, host: str, key: str, warns: bool
+) -> None:
+    flags = {"service": {"host": host, "port": 0}, "security": {"api_key": key}, "model": {"model": str(tmp_path)}}
+    run(Config.model_validate(flags), (sys.executable, "-c", "raise SystemExit(1)"))
+    assert ("without an API key" in caplog.text) == warns
+
+
+def test_wrong_security_flags_end_with_2_before_anything_starts(tmp_path: Path, runtime: Path) -> None:
+    for flags in ({"api_key_file": "/nonexistent"}, {"ssl_keyfile": "k"}, {"allowed_origins": "a.example"}):
+        wrong = Config.model_validate({"security": flags, "service": {"port": 0}})
+        assert run(wrong, ("/no/such/program",)) == 2
+    (tmp_path / "pid").write_text("notes")
+    assert run(Config.model_validate({"service": {"port": 0, "pid_file": str(tmp_path / "pid")}}), ("/no",)) == 2
+
+
 def test_an_engine_that_gives_up_decides_the_code(
     tmp_path: Path, runtime: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
