@@ -17,8 +17,10 @@ from checkpoints import tiny_checkpoint
 
 from xllm_cli import LLM
 from xllm_cli.core import Output, Request, Row, SamplingParams, StepPlan, StepResult, TokenLogprob
+from xllm_cli.engine import host
 from xllm_cli.engine.scheduler import Scheduler, StepLimits
 from xllm_cli.engine.sequence import Sequence
+from xllm_cli.models.ops.cpu import CpuOps
 from xllm_cli.vmm.driver import FaultyDriver, open_driver
 
 SEEDS = random.SystemRandom()
@@ -217,8 +219,8 @@ def test_random_plans_keep_every_promise(limits: StepLimits, kind: str):
 
 # --- the engine
 
-PAGE = 64 << 10
-SLOTS = 14  # pages of cache: about 70 blocks of 16 tokens
+PAGE = 16 << 10  # blocks of 12 KiB straddle pages, those of a single layer's keys (2 KiB) share one
+SLOTS = 56  # pages of cache: about 70 blocks of 16 tokens
 FLAGS = {
     "dtype": "float32",
     "block_size": 16,
@@ -229,7 +231,7 @@ FLAGS = {
     "memory_wait_seconds": 5,
 }
 VERBS = ("create", "map", "unmap", "destroy")
-SECONDS = 5.0
+SECONDS = 2.0
 
 
 class Client:
@@ -268,7 +270,7 @@ class Client:
 
     def disturb(self) -> None:
         verb = self.rng.choice(VERBS)
-        nth = self.driver.counts()[f"{verb}_pages"] + self.rng.randrange(1, 8)
+        nth = self.driver.counts()[f"{verb}_pages"] + self.rng.randrange(1, 30)
         self.driver.fail(verb, nth, verb in ("create", "map") and self.rng.random() < 0.5)
         self.planned += 1
 
@@ -287,7 +289,10 @@ class Client:
         self.llm.engine.rest()
 
 
-def test_random_traffic_over_failing_pages_gets_the_tokens_of_a_calm_engine():
+@pytest.mark.parametrize("layout", ["interleaved", "per_layer"])
+def test_random_traffic_over_failing_pages_gets_the_tokens_of_a_calm_engine(layout: str, monkeypatch):
+    monkeypatch.setattr(CpuOps, "kv_layout", layout)
+    monkeypatch.setattr(host, "SPARE_BYTES", 4 * PAGE)  # few spares: pages come and go all the time
     seed = SEEDS.randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)
