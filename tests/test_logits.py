@@ -78,3 +78,17 @@ def test_bias_moves_the_choice_and_not_the_logprobs(token: int, amount: float, t
 def test_forbidden_wins_over_bias():
     logits = np.zeros(3, np.float32)
     assert changed(logits, LogitChanges(bias=((1, 100.0),)), [1, 7])[1] == -np.inf
+
+
+def test_a_grammar_allows_what_it_has_a_bit_for():
+    logits = np.arange(12, dtype=np.float32)
+    some = changed(logits, LogitChanges(allowed=bytes([0b00010010, 0b00000100])), ())
+    assert np.flatnonzero(np.isfinite(some)).tolist() == [1, 4, 10]
+    short = changed(logits, LogitChanges(allowed=bytes([1])), ())
+    assert np.flatnonzero(np.isfinite(short)).tolist() == [0]
+
+
+def test_what_is_forbidden_yields_when_a_grammar_allows_nothing_else():
+    logits, mask = np.zeros(8, np.float32), bytes([0b00000110])
+    assert np.flatnonzero(np.isfinite(changed(logits, LogitChanges(allowed=mask), [1, 9]))).tolist() == [2]
+    assert np.flatnonzero(np.isfinite(changed(logits, LogitChanges(allowed=mask), [1, 2]))).tolist() == [1, 2]

@@ -13,6 +13,18 @@ import msgspec
 # --- requests: server → engine -------------------------------------------------------------------------------------
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer must be: text of a JSON schema, a regular expression, or a grammar in llguidance's Lark.
+
+    `end_ids` are the tokens that may end it, besides the model's own. `param` names the request's field in errors.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+    end_ids: tuple[int, ...] = ()
+    param: str = "response_format"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen and when a sequence ends. Ranges are checked at the edge (server/protocol.py).
 
@@ -40,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 class MediaSpan(msgspec.Struct, frozen=True):
@@ -292,6 +305,7 @@ class LogitChanges(msgspec.Struct, frozen=True, kw_only=True):
     """What is done to a row's logits before its token is drawn; a function of the sequence's own tokens.
 
     `history` is the sequence so far, of which the first `num_prompt` tokens are its prompt; empty without penalties.
+    `allowed` has a bit for each token, lowest first, that a grammar lets come next; None where there is no grammar.
     """
 
     history: list[int] = []
@@ -300,6 +314,7 @@ class LogitChanges(msgspec.Struct, frozen=True, kw_only=True):
     frequency: float = 0.0
     repetition: float = 1.0
     bias: tuple[tuple[int, float], ...] = ()
+    allowed: bytes | None = None
 
 
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True):

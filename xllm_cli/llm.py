@@ -69,8 +69,8 @@ class LLM:
         finally:  # an interrupt or an error in a step: nothing of this call goes on behind the next one's back
             for request_id in answers:
                 self._engine.abort(request_id)
-        for answer in answers.values():
-            answer.text = self._text(answer)
+        for request, answer in zip(requests, answers.values(), strict=True):
+            answer.text = self._text(answer, request.sampling.stop_token_ids)
         return list(answers.values())
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -99,8 +99,10 @@ class LLM:
         ends = {*params.stop_token_ids, *self._ready.eos_token_ids}
         return msgspec.structs.replace(params, stop_token_ids=tuple(sorted(ends)))
 
-    def _text(self, answer: Completion) -> str:
-        ids = answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
+    def _text(self, answer: Completion, ends: Sequence[int]) -> str:
+        ids = answer.token_ids
+        if answer.finish_reason == "stop" and ids[-1] in ends:  # else a grammar ended it
+            ids = ids[:-1]
         return self._tokenizer.decode(ids)
 
     def idle(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import ErrorInfo, Output, Request, Snapshot, StepEvents, StepPlan, StepResult
+from xllm_cli.engine.grammar import Grammars, wait_for
 from xllm_cli.engine.report import Reporter
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.engine.sequence import Sequence
@@ -22,6 +23,8 @@ from xllm_cli.worker.sampler import philox
 
 log = logging.getLogger(__name__)
 
+GRAMMAR_SECONDS = 0.005  # the most a step waits for grammars; those that think for longer miss it
+COMPILE_POLL_SECONDS = 0.005
 MEMORY_POLL_SECONDS = 0.05  # while a request waits for memory, look again this often (DESIGN.md §8)
 
 
@@ -39,7 +42,7 @@ class ServingLimits:
 class Engine:
     """submit and abort between steps; step while there is work; the outputs say what happened."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of an engine
         self,
         scheduler: Scheduler,
         cache: CacheManager,
@@ -47,6 +50,7 @@ class Engine:
         *,
         limits: ServingLimits,
         reporter: Reporter,
+        grammars: Grammars,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -55,7 +59,10 @@ class Engine:
         self._limits = limits
         self._reporter = reporter
         self._clock = clock
+        self._grammars = grammars
         self._sequences: dict[str, Sequence] = {}
+        self._guided: dict[str, Sequence] = {}  # those with a grammar
+        self._compiling: set[str] = set()  # of these, those not scheduled yet
         self._arrivals = 0
         self._starved_since: float | None = None
         self._has_run = False
@@ -77,7 +84,12 @@ class Engine:
             seed=self._seed(request),
         )
         self._sequences[request.request_id] = sequence
-        self._scheduler.add(sequence)
+        if request.sampling.grammar is None:
+            self._scheduler.add(sequence)
+        else:
+            sequence.guide = self._grammars.start(request.sampling.grammar)
+            self._guided[request.request_id] = sequence
+            self._compiling.add(request.request_id)
         return None
 
     def abort(self, request_id: str) -> None:
@@ -85,6 +97,7 @@ class Engine:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._scheduler.remove(sequence)
+            self._forget_guide(request_id)
 
     def abort_all(self, error: RequestError) -> list[Output]:
         """Forget every request; the last output of each, for whoever still listens."""
@@ -98,6 +111,7 @@ class Engine:
 
         With nothing to run it still looks at memory, and gives back what is due: neighbours come and go.
         """
+        ended = self._follow_grammars() if self._guided else []
         for _ in range(2):
             plan = self._scheduler.plan(self._clock())
             result = self._execute(plan)
@@ -105,10 +119,10 @@ class Engine:
             if result.mapped:
                 outputs = self._scheduler.commit(plan, result)
                 self._forget_finished(outputs)
-                return StepEvents(outputs + self._expire(), self.snapshot())
+                return StepEvents(ended + outputs + self._expire(), self.snapshot())
             log.warning("step %d could not map its pages: %s", plan.step, result.shortage)
             self._scheduler.rollback(plan, result)
-        return StepEvents(self._expire(), self.snapshot())
+        return StepEvents(ended + self._expire(), self.snapshot())
 
     def _execute(self, plan: StepPlan) -> StepResult:
         try:
@@ -117,6 +131,26 @@ class Engine:
             self._scheduler.rollback(plan, self._group.break_off(plan))
             raise
 
+    def _follow_grammars(self) -> list[Output]:
+        """Schedule what has compiled, end what its grammar ends. What still thinks is left out of this step."""
+        guides = {request_id: sequence.guide for request_id, sequence in self._guided.items() if sequence.guide}
+        wait_for((guide for request_id, guide in guides.items() if request_id not in self._compiling), GRAMMAR_SECONDS)
+        outputs: list[Output] = []
+        for request_id, guide in guides.items():
+            if not guide.settle():
+                continue
+            sequence = self._sequences[request_id]
+            if guide.error is not None:
+                outputs.append(refusal(request_id, guide.error))
+            elif guide.is_complete:
+                outputs.append(sequence.output([], "stop"))
+            elif request_id in self._compiling:
+                self._compiling.remove(request_id)
+                self._scheduler.add(sequence)
+        for output in outputs:
+            self.abort(output.request_id)
+        return outputs
+
     def seconds_until_due(self) -> float | None:
         """How long the loop may sleep: 0 while rows run, None if nothing is due before a message comes."""
         if self._scheduler.running or (self._scheduler.waiting and self._has_run):
@@ -124,6 +158,8 @@ class Engine:
         now = self._clock()
         deadline = self._cache.next_deadline(now)
         due = [] if deadline is None else [max(0.0, deadline - now)]
+        if self._compiling:
+            due.append(COMPILE_POLL_SECONDS)
         if self._is_watching():
             due.append(MEMORY_POLL_SECONDS)
         return min(due, default=None)
@@ -161,6 +197,7 @@ class Engine:
 
     def close(self) -> bool:
         """End the ranks; False if a page or a view leaked."""
+        self._grammars.close()
         return self._group.close()
 
     # --- one request
@@ -225,6 +262,11 @@ class Engine:
         for output in outputs:
             if output.finish is not None:
                 del self._sequences[output.request_id]
+                self._forget_guide(output.request_id)
+
+    def _forget_guide(self, request_id: str) -> None:
+        if self._guided.pop(request_id, None) is not None:
+            self._compiling.discard(request_id)
 
     def _is_watching(self) -> bool:
         """Without rows or page changes a step may still help: a request waits for memory, which may have come, or

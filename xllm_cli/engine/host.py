@@ -20,6 +20,7 @@ from xllm_cli.cache.budget import Limits, floor_bytes
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import CacheSpec, Ready, Request, SamplingParams
 from xllm_cli.engine.engine import Engine, ServingLimits
+from xllm_cli.engine.grammar import Grammars
 from xllm_cli.engine.report import MemoryFacts, Reporter
 from xllm_cli.engine.scheduler import Scheduler, StepLimits
 from xllm_cli.errors import DeviceError, MemoryShortage
@@ -97,6 +98,7 @@ def _build(config: Config, progress: Progress, driver: Driver | None, opened: Ex
         group,
         limits=_serving_limits(config, model_config.max_positions, model_config.vocab_size),
         reporter=Reporter(cache, _facts(config, driver.info(), size)),
+        grammars=Grammars(config.model.model, vocab_size=model_config.vocab_size, end_ids=model_config.eos_token_ids),
     )
     progress("warming up")
     warm_up(engine, model_config.max_positions)

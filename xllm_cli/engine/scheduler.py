@@ -121,7 +121,7 @@ class Scheduler:
             self._preempt(self.running[-1], draft)
 
     def _schedule_decodes(self, draft: _Draft) -> None:
-        for sequence in [s for s in self.running if s.is_decoding]:
+        for sequence in [s for s in self.running if s.is_decoding and s.is_ready]:
             if draft.tokens_left < 1:
                 return
             if sequence.preempted_in_step == draft.step:
@@ -142,7 +142,7 @@ class Scheduler:
         return True
 
     def _schedule_prefills(self, draft: _Draft) -> None:
-        for sequence in [s for s in self.running if not s.is_decoding]:
+        for sequence in [s for s in self.running if not s.is_decoding and s.is_ready]:
             if draft.is_short or not self._prefill(sequence, draft):
                 return
 
@@ -160,8 +160,9 @@ class Scheduler:
         return True
 
     def _force_oldest(self, draft: _Draft) -> None:
-        """Nothing could run: the youngest give way, one after another, until the oldest runs or is alone."""
-        while self.running:
+        """Nothing could run: the youngest give way, one after another, until the oldest runs or is alone. Not while a
+        grammar thinks: then it may be that nothing is short."""
+        while self.running and all(sequence.is_ready for sequence in self.running):
             oldest = self.running[0]
             count = 1 if oldest.is_decoding else self._chunk(oldest, draft)
             if self._cache.grow(oldest.table, oldest.computed + count):
@@ -174,6 +175,9 @@ class Scheduler:
             sequence = self.waiting[0]
             if draft.is_short or sequence.preempted_in_step == draft.step:
                 self.waiting_for = "memory"
+                return
+            if not sequence.is_ready:
+                self.waiting_for = "a step"
                 return
             if not self._admit_head(sequence, draft):
                 self._cache.release(sequence.table)

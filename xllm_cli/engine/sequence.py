@@ -20,6 +20,7 @@ from xllm_cli.core import (
     RowSampling,
     TokenLogprob,
 )
+from xllm_cli.engine.grammar import Guide
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +37,7 @@ class Sequence:
     table: BlockTable
     max_tokens: int
     seed: int
+    guide: Guide | None = None
     tokens: list[int] = field(init=False)
     computed: int = 0
     scored: int = 1
@@ -65,6 +67,11 @@ class Sequence:
     def num_unscored(self) -> int:
         """Tokens of the prompt whose log probabilities are still to be told."""
         return self.num_prompt - self.scored if self.request.sampling.prompt_logprobs is not None else 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Its grammar, if it has one, knows what may come next."""
+        return self.guide is None or self.guide.mask is not None
 
     @property
     def is_decoding(self) -> bool:
@@ -102,7 +109,6 @@ class Sequence:
 
     def _sampling(self) -> RowSampling:
         wanted = self.request.sampling
-        held_back = self.num_generated < wanted.min_tokens
         return RowSampling(
             temperature=wanted.temperature,
             top_p=wanted.top_p,
@@ -112,16 +118,22 @@ class Sequence:
             choice=self.request.choice,
             position=self.num_generated,
             logprobs=wanted.logprobs,
-            forbidden=wanted.stop_token_ids if held_back else (),
+            forbidden=self._forbidden(),
             changes=self._changes(),
         )
+
+    def _forbidden(self) -> tuple[int, ...]:
+        wanted = self.request.sampling
+        is_held_back = self.num_generated < wanted.min_tokens
+        ends = self.guide.end_ids if self.guide is not None and (is_held_back or wanted.ignore_eos) else ()
+        return (*wanted.stop_token_ids, *ends) if is_held_back else ends
 
     def _changes(self) -> LogitChanges | None:
         """What the tokens so far do to the next logits; None, the usual case, costs nothing."""
         wanted = self.request.sampling
         penalties = (wanted.presence_penalty, wanted.frequency_penalty, wanted.repetition_penalty)
         is_penalised = penalties != (0.0, 0.0, 1.0)
-        if not is_penalised and not wanted.logit_bias:
+        if not is_penalised and not wanted.logit_bias and self.guide is None:
             return None
         return LogitChanges(
             history=list(self.tokens) if is_penalised else [],
@@ -130,6 +142,7 @@ class Sequence:
             frequency=wanted.frequency_penalty,
             repetition=wanted.repetition_penalty,
             bias=wanted.logit_bias,
+            allowed=None if self.guide is None else self.guide.mask,
         )
 
     def score(self, scores: list[TokenLogprob]) -> FinishReason | None:
@@ -145,6 +158,8 @@ class Sequence:
             return "stop"
         if self.num_generated >= self.max_tokens:
             return "length"
+        if self.guide is not None:
+            self.guide.advance(token_id)
         return None
 
     def failure(self, message: str, code: str) -> Output:

@@ -1,4 +1,4 @@
-"""What a request asks to be done to the logits of its next token: penalties, bias, forbidden tokens, in this order.
+"""What a request asks to be done to the logits of its next token: penalties, bias, what may not come, in this order.
 
 Functions of one row and its own tokens, so that a row's token never depends on the rows beside it and a recomputed row
 gets what it got before. Knows neither requests nor how a token is drawn.
@@ -22,9 +22,21 @@ def changed(logits: _FLOAT_ROW, changes: LogitChanges | None, forbidden: Sequenc
     if changes is not None:
         _penalise(logits, changes)
         _add_bias(logits, changes.bias)
-    if forbidden:
+    if changes is not None and changes.allowed is not None:
+        logits[~_allowed(changes.allowed, forbidden, len(logits))] = -np.inf
+    elif forbidden:
         logits[_known(forbidden, len(logits))] = -np.inf
     return logits
+
+
+def _allowed(mask: bytes, forbidden: Sequence[int], vocabulary: int) -> npt.NDArray[np.bool_]:
+    """Which tokens a grammar allows, less the forbidden ones unless nothing would be left: a text must end somehow."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=vocabulary, bitorder="little").astype(np.bool_)
+    if forbidden:
+        fewer = bits.copy()
+        fewer[_known(forbidden, vocabulary)] = False
+        return fewer if fewer.any() else bits
+    return bits
 
 
 def _penalise(logits: _FLOAT_ROW, changes: LogitChanges) -> None:
