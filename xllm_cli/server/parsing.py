@@ -37,7 +37,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (None, False),
     "prompt_embeds": (None,),
     "prompt_logprobs": (None,),
-    "response_format": (None, {"type": "text"}),
     "return_hidden_states": (None, False),
     "structured_outputs": (None,),
     "suffix": (None, ""),

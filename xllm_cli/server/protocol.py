@@ -43,6 +43,7 @@ class GenerationRequest(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    response_format: dict[str, Any] | None = Field(None, description="text, json_object, json_schema, regex or lark")
 
     @field_validator("stop")
     @classmethod

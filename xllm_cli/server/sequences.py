@@ -7,6 +7,7 @@ from typing import Any
 from xllm_cli.core import Ready, Request, SamplingParams
 from xllm_cli.errors import RequestError
 from xllm_cli.server.detokenizer import TextOptions
+from xllm_cli.server.formats import grammar_of
 from xllm_cli.server.protocol import ChatRequest, GenerationRequest
 from xllm_cli.server.tokenizer import Tokenizer
 
@@ -66,7 +67,8 @@ def _sampling(asked: GenerationRequest, num_prompt: int, ready: Ready, tokenizer
     min_tokens = asked.min_tokens or 0
     if limit is not None and min_tokens > limit:
         raise RequestError("min_tokens is larger than max_tokens", code="invalid_value", param="min_tokens")
-    ends = () if asked.ignore_eos else (*ready.eos_token_ids, *tokenizer.eos_token_ids)
+    own_ends = tuple(sorted({*ready.eos_token_ids, *tokenizer.eos_token_ids}))
+    ends = () if asked.ignore_eos else own_ends
     return SamplingParams(
         max_tokens=limit,
         min_tokens=min_tokens,
@@ -78,6 +80,7 @@ def _sampling(asked: GenerationRequest, num_prompt: int, ready: Ready, tokenizer
         stop_token_ids=tuple(sorted({*ends, *(asked.stop_token_ids or ())})),
         ignore_eos=bool(asked.ignore_eos),
         prompt_logprobs=asked.num_prompt_logprobs,
+        grammar=grammar_of(asked.response_format, own_ends),
         **_changes(asked, ready),
     )
 
