@@ -33,7 +33,8 @@ def test_a_stop_drains_and_leftover_streams_get_an_error(tmp_path: Path, model: 
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         assert error_of(httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}))["code"] == "model_loading"
         server.wait_for("loading: weights")
-        assert httpx.get(f"{server.url}/health").json()["phase"] == "weights"
+        health = httpx.get(f"{server.url}/health").json()
+        assert health["phase"] == "weights" and health["seconds"] > 0.25
         assert server.gauge("vllm:generation_tokens_total") == 0
         loaded.touch()
         server.wait_ready()
@@ -96,7 +97,9 @@ def test_an_engine_outlives_its_killed_server_by_seconds_at_most(tmp_path: Path,
         engine = engine_of(server)
         engine.suspend()
         wait_until(lambda: httpx.get(f"{server.url}/livez").status_code == 503, seconds=3)
+        assert error_of(httpx.get(f"{server.url}/health_generate"))["code"] == "engine_stuck"
         engine.resume()
+        assert httpx.get(f"{server.url}/health_generate").json() == {"status": "healthy"}
         wait_until(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
         server.process.kill()
         engine.wait(5)
@@ -155,7 +158,7 @@ def test_a_service_with_tls_keys_and_a_killed_engine(
             assert httpx.get(f"{server.url}/v1/models", verify=trust).status_code == 401
             with ThreadPoolExecutor(1) as pool:
                 stream = pool.submit(streamed, http, script(endless=True, delay=0.02))
-                wait_until(lambda: http.get("/load").json() == {"server_load": 1})
+                wait_until(lambda: http.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 1)
                 engine.send_signal(signal.SIGKILL)
                 assert (stream.result(5).error or {})["code"] == "engine_dead"
         assert server.process.wait(5) == 1

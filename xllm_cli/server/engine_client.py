@@ -52,6 +52,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._queues: dict[str, asyncio.Queue[Output]] = {}
         self._heard = time.monotonic()
+        self._loading_since = time.monotonic()
         self.loading: Loading | None = None
         self.ready: Ready | None = None
         self.snapshot: Snapshot | None = None
@@ -95,6 +96,7 @@ class EngineClient:
             case Loading(phase=phase, seconds=seconds):
                 logger.info("loading: %s, %.2f s after the engine's start", phase, seconds)
                 self.loading = message
+                self._loading_since = time.monotonic() - seconds
             case Ready():
                 self.ready, self.snapshot = message, message.snapshot
             case Fatal():
@@ -133,6 +135,10 @@ class EngineClient:
     def shutdown(self) -> None:
         """Ask the engine to end."""
         self._send(Shutdown())
+
+    def loading_seconds(self) -> float:
+        """Seconds since the engine's start, as far as it has told; before that, since ours."""
+        return time.monotonic() - self._loading_since
 
     def silent_seconds(self) -> float:
         """Seconds since the engine said anything; 0 while it loads, which is the start-up probe's business."""

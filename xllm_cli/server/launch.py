@@ -17,7 +17,8 @@ class EngineProcess:
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         """Start it, from the main thread: it asks the kernel for a signal when the thread that started it ends."""
-        read_end, self._death_pipe = os.pipe()
+        read_end, write_end = os.pipe()
+        self._death_pipe: int | None = write_end
         try:
             self._process = subprocess.Popen(
                 [*command, "--runtime_dir", str(folder), "--death_fd", str(read_end)],
@@ -45,9 +46,15 @@ class EngineProcess:
             os.close(descriptor)
         return self._process.wait()
 
+    def let_go(self) -> None:
+        """Close the death pipe: it ends by itself now, without being waited for."""
+        if self._death_pipe is not None:
+            os.close(self._death_pipe)
+            self._death_pipe = None
+
     def end(self, patience: float) -> None:
-        """Close the death pipe, wait `patience` seconds for it to end, then kill it. Returns when it is gone."""
-        os.close(self._death_pipe)
+        """Let it go, wait `patience` seconds for it to end, then kill it. Returns when it is gone."""
+        self.let_go()
         try:
             self._process.wait(patience)
         except subprocess.TimeoutExpired:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+import uuid
+
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from xllm_cli import __version__
+from xllm_cli.core import Request, SamplingParams
 from xllm_cli.errors import RequestError
 from xllm_cli.server import metrics
+from xllm_cli.server.detokenizer import TextOptions
 from xllm_cli.server.failures import json_response
+from xllm_cli.server.generation import Generation
 from xllm_cli.server.state import ServerState
 
 
@@ -26,6 +33,11 @@ def routes(state: ServerState) -> APIRouter:
     @router.get("/livez")
     async def livez() -> Response:
         return json_response(*state.liveness())
+
+    @router.get("/health_generate")
+    async def deep_health() -> Response:
+        await _generate_one(state)
+        return json_response({"status": "healthy"})
 
     @router.get("/v2/health/ready")
     async def ready() -> Response:
@@ -54,3 +66,23 @@ def routes(state: ServerState) -> APIRouter:
         return json_response(snapshot.memory)
 
     return router
+
+
+async def _generate_one(state: ServerState) -> None:
+    """Have the engine generate one token. RequestError 503 when it takes longer than it may be silent."""
+    tokenizer, ready = state.serving()
+    seconds = state.service.liveness_timeout_secs
+    request = Request(
+        request_id=f"health-{uuid.uuid4().hex}",
+        prompt_ids=[*ready.eos_token_ids, 0][:1],
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+    )
+    generation = Generation(state, tokenizer, [request], TextOptions(), arrived=time.monotonic())
+    try:
+        async with asyncio.timeout(seconds):
+            await generation.whole()
+    except TimeoutError as error:
+        text = f"the engine generated nothing within {seconds:g} seconds"
+        raise RequestError(text, status=503, code="engine_stuck") from error
+    finally:
+        generation.close()

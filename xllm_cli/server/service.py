@@ -108,6 +108,7 @@ class Service:
                 return 0
             raise await self._engine_gone(ended, messages)
         finally:
+            self._engine.let_go()  # it ends while we do
             server.should_exit = True
             watchdog.cancel()
             for task in tasks - {web}:

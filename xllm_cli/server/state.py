@@ -97,9 +97,8 @@ class ServerState:
     def health(self) -> tuple[dict[str, Any], int]:
         """The body and status of /health and the other readiness probes."""
         if self.phase == "loading":
-            loading = self.client.loading
-            phase, seconds = (loading.phase, round(loading.seconds, 2)) if loading else ("starting", 0.0)
-            return {"status": "loading", "phase": phase, "seconds": seconds}, 503
+            phase = self.client.loading.phase if self.client.loading else "starting"
+            return {"status": "loading", "phase": phase, "seconds": round(self.client.loading_seconds(), 2)}, 503
         if self.phase != "ready":
             return {"status": "unhealthy", "reason": self.phase}, 503
         snapshot = self.client.snapshot
