@@ -59,3 +59,14 @@ def test_an_idle_engine_sees_a_neighbour_and_gives_its_cached_pages_back():
     assert before["kv_cached"] > 0
     assert (after["kv_cached"], after["physical"]) == (0, 0)
     assert after["free"] < before["free"]
+
+
+def test_all_that_waited_without_memory_are_refused_without_waiting_in_turn():
+    driver = open_driver("cpu", mode="4k", total_bytes=256 * MIB)
+    flags = {**FLAGS, "vmm_memory_reserve_bytes": 300 * MIB, "memory_wait_seconds": 1}
+    llm = LLM(tiny_checkpoint("llama"), driver=driver, **flags)
+    started = time.monotonic()
+    answers = llm.generate([[1] * 8] * 5, SamplingParams(max_tokens=2))
+    assert {answer.error.code for answer in answers} == {"kv_memory_unavailable"}
+    assert 1 <= time.monotonic() - started < 4
+    assert llm.close()

@@ -82,6 +82,7 @@ class Engine:
             table=self._cache.open(salt=request.cache_salt, media=request.media),
             max_tokens=max_tokens,
             seed=self._seed(request),
+            queued_at=self._clock(),
         )
         self._sequences[request.request_id] = sequence
         if request.sampling.grammar is None:
@@ -275,23 +276,25 @@ class Engine:
         return bool(self._scheduler.waiting) or surplus
 
     def _expire(self) -> list[Output]:
-        """503 for the head of the queue once nothing has run for it during memory_wait_seconds."""
+        """503 for the head of the queue once nothing has run during memory_wait_seconds of its own waiting.
+
+        One a step: the next may need less. If it does not fit either, it has waited as long and need not start anew.
+        """
         scheduler = self._scheduler
         if scheduler.running or not scheduler.waiting:
             self._starved_since = None
             return []
-        now = self._clock()
-        self._starved_since = self._starved_since or now
-        if now - self._starved_since < self._limits.memory_wait_seconds:
+        now, head = self._clock(), scheduler.waiting[0]
+        if self._starved_since is None:
+            self._starved_since = now
+        if now - max(self._starved_since, head.queued_at) < self._limits.memory_wait_seconds:
             return []
-        self._starved_since = None
-        head = scheduler.waiting[0]
         self.abort(head.request.request_id)
         return [refusal(head.request.request_id, self._shortage(head))]
 
     def _shortage(self, sequence: Sequence) -> RequestError:
         cache = self._cache
-        needed = self._bytes_for(len(sequence.tokens) + cache.block_size)
+        needed = self._bytes_for(min(len(sequence.tokens) + cache.block_size, sequence.most_positions))
         headroom = cache.headroom()
         return RequestError(
             f"no memory for {self._limits.memory_wait_seconds:g} s: {needed} bytes of KV cache are needed, "

@@ -43,6 +43,7 @@ class Sequence:
     scored: int = 1
     cached_tokens: int = 0
     preempted_in_step: int = -1
+    queued_at: float = 0.0
     admitted_at: float | None = None
 
     def __post_init__(self) -> None:
