@@ -233,3 +233,14 @@ def test_nan_in_fresh_pages_changes_nothing():
         answers.append([(a.token_ids, a.logprobs) for a in llm.generate(load, greedy(20, logprobs=2))])
         assert llm.close()
     assert answers[0] == answers[1]
+
+
+# --- what is not mapped is not read
+
+
+def test_printing_the_cache_reads_no_page():
+    driver = open_driver("cpu", mode="4k", page_bytes=PAGE)
+    llm = LLM(tiny_checkpoint("llama"), driver=driver, **FLAGS)
+    worker = llm.engine._group._worker  # what a traceback or a debugger would print
+    assert f"{worker._layers}".startswith("[LayerKV((")
+    assert llm.close()

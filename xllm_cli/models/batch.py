@@ -29,7 +29,7 @@ class Batch:
     logit_rows: torch.Tensor
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class LayerKV:
     """One layer's cache: k and v are [num_blocks, kv_heads, block_size, head_dim], each block contiguous in itself.
 
@@ -44,6 +44,10 @@ class LayerKV:
         inner = (block_size * head_dim, head_dim, 1)
         if self.k.shape != self.v.shape or self.k.stride()[1:] != inner or self.v.stride() != self.k.stride():
             raise ValueError(f"no blocks: k {self.k.shape} {self.k.stride()}, v {self.v.shape} {self.v.stride()}")
+
+    def __repr__(self) -> str:
+        """Shapes only: a tensor's own repr reads elements, and a page that is not mapped kills the process."""
+        return f"LayerKV({tuple(self.k.shape)}, {self.k.dtype}, block_stride={self.block_stride})"
 
     @property
     def block_size(self) -> int:
