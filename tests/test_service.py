@@ -70,8 +70,8 @@ def test_a_stop_while_loading_is_quick(tmp_path: Path, model: Path) -> None:
         server.wait_for("loading: weights")
         started = time.monotonic()
         server.process.terminate()
-        assert server.process.wait(5) == 0
-        assert time.monotonic() - started < 2
+        assert server.process.wait(20) == 0
+        assert time.monotonic() - started < 10  # a stop that waits for the load would take for ever
         assert list(server.runtime.iterdir()) == []
 
 
