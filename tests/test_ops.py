@@ -10,7 +10,7 @@ import torch
 from paged import batch_of
 
 from xllm_cli import _kernels
-from xllm_cli.errors import DeviceError
+from xllm_cli.errors import DeviceError, ModelError
 from xllm_cli.models.batch import Batch, LayerKV
 from xllm_cli.models.ops import open_ops
 from xllm_cli.models.ops.base import Heads, Ops
@@ -334,20 +334,20 @@ WINDOWS = [1, 2, 16, 31, 32, 33, 100, 128, 129, 300, 1000]  # around tiles, spli
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [HEADS, Heads(4, 1, 256)])
+@pytest.mark.parametrize("heads", [HEADS, Heads(2, 1, 256)])
 def test_attention_within_a_window(cpu: CpuOps, dtype: torch.dtype, window: int, heads: Heads) -> None:
     scene = Scene(MIXED, heads=heads, dtype=dtype)
     scene.window = window
     assert_close(scene.attend(cpu), scene.attend(REFERENCE))
 
 
-@pytest.mark.parametrize("window", [1, 20, 32, 150])
+@pytest.mark.parametrize("window", [1, 20, 150])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_within_a_window_along_every_path(cpu: CpuOps, dtype: torch.dtype, window: int, threads: int) -> None:
     scene = Scene([(300, 300), (2, 290)], dtype=dtype)
     scene.window = window
     whole = scene.attend(cpu)[:300]
-    for chunk in (1, 7, 16, 64, 128):
+    for chunk in (3, 16, 64):
         cuts = range(0, 300, chunk)
         assert torch.equal(torch.cat([scene.attend(cpu, [(0, i, min(i + chunk, 300))]) for i in cuts]), whole), chunk
 
@@ -363,6 +363,19 @@ def test_edges_of_a_window(cpu: CpuOps, window: int) -> None:
             side[scene.blocks[0][position // 16], :, position % 16] = torch.nan
         assert bool(scene.attend(cpu).isnan().all()) == is_seen
         assert is_seen or torch.equal(scene.attend(cpu), before)
+
+
+@pytest.mark.parametrize("window", [1, 3, 20, 40])
+def test_a_token_is_read_by_those_that_see_it_only(cpu: CpuOps, window: int) -> None:
+    scene = Scene([(90, 90)])
+    scene.window = window
+    before = scene.attend(cpu)
+    slot = int(scene.batch([(0, 30, 31)]).slots)
+    for side in (scene.kv.k, scene.kv.v):
+        side[slot // 16, :, slot % 16] = torch.nan
+    after, sees = scene.attend(cpu), torch.arange(90)
+    sees = (sees >= 30) & (sees < 30 + window)
+    assert after[sees].isnan().all() and torch.equal(after[~sees], before[~sees])
 
 
 def test_a_window_as_long_as_the_context_is_none(cpu: CpuOps) -> None:
@@ -401,6 +414,13 @@ def test_activations() -> None:
     rows = narrow.embedding(torch.tensor([3, 4]), narrow.pack_embedding(table))
     norm = narrow.rms_norm(rows, torch.ones(32), 1e-5)
     assert {x.dtype for x in (rows, norm, narrow.linear(norm, narrow.pack_head(table)))} == {torch.bfloat16}
+
+
+def test_heads_the_kernels_cannot_take() -> None:
+    CpuOps().check_heads(Heads(14, 2, 64))
+    for heads in (Heads(4, 2, 24), Heads(4, 2, 272), Heads(66, 2, 64)):
+        with pytest.raises(ModelError, match=f"{heads.num_heads} heads"):
+            CpuOps().check_heads(heads)
 
 
 def test_operators_are_opened_by_device() -> None:

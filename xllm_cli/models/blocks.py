@@ -38,6 +38,7 @@ class Attention:
         config = weights.config
         self.ops = weights.ops
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        self.ops.check_heads(self.heads)
         self.scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.rope = rope
         self.window = window

@@ -54,6 +54,10 @@ class Ops(Protocol):
         """The type of activations of a model of that type."""
         ...
 
+    def check_heads(self, heads: Heads) -> None:
+        """ModelError if `attention` cannot take heads of these numbers and dimension."""
+        ...
+
     def pack_linear(
         self, parts: Iterable[torch.Tensor], columns: int, depth: int, *, bias: torch.Tensor | None = None
     ) -> Linear:

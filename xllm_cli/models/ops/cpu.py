@@ -12,12 +12,15 @@ from collections.abc import Collection, Iterable
 import torch  # before _kernels, which uses the OpenMP runtime torch loads
 
 from xllm_cli import _kernels
+from xllm_cli.errors import ModelError
 from xllm_cli.models.batch import Batch, LayerKV
 from xllm_cli.models.ops import onednn
 from xllm_cli.models.ops.base import Heads, Linear
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 _PANEL = 16
+_HEAD_DIMS = range(16, 257, 16)
+_MAX_GROUP = 32  # query heads of one kv head
 _PIECE_BYTES = 64 << 20
 
 
@@ -62,6 +65,14 @@ class CpuOps:
     def activation_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """See Ops."""
         return torch.float32
+
+    def check_heads(self, heads: Heads) -> None:
+        """See Ops."""
+        if heads.head_dim not in _HEAD_DIMS or heads.num_heads > _MAX_GROUP * heads.num_kv_heads:
+            raise ModelError(
+                f"{heads.num_heads} heads of {heads.head_dim} over {heads.num_kv_heads} kv heads are not supported on "
+                f"the cpu: head_dim must be 16, 32, … 256, with at most {_MAX_GROUP} heads a kv head"
+            )
 
     def pack_linear(
         self, parts: Iterable[torch.Tensor], columns: int, depth: int, *, bias: torch.Tensor | None = None
@@ -201,7 +212,7 @@ class CpuOps:
     def attention(
         self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads, *, scale: float, window: int | None
     ) -> torch.Tensor:
-        """See Ops. head_dim: a multiple of 16 up to 256."""
+        """See Ops. Heads must be those `check_heads` accepts."""
         assert qkv.dtype == torch.float32
         rows, stride = qkv.shape
         out = torch.empty((rows, heads.num_heads * heads.head_dim))

@@ -25,6 +25,9 @@ class ReferenceOps:
         """See Ops."""
         return torch.float32 if self._wide else model_dtype
 
+    def check_heads(self, heads: Heads) -> None:
+        """See Ops: any will do."""
+
     def pack_linear(
         self, parts: Iterable[torch.Tensor], columns: int, depth: int, *, bias: torch.Tensor | None = None
     ) -> Linear:
