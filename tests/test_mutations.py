@@ -46,10 +46,12 @@ def test_a_sound_kernel_reads_no_fresh_page():
 def test_a_kernel_that_reads_one_position_too_far_is_caught(monkeypatch: pytest.MonkeyPatch):
     sound = CpuOps.attention
 
-    def too_far(self: CpuOps, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads) -> torch.Tensor:
+    def too_far(
+        self: CpuOps, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads, **options: float | None
+    ) -> torch.Tensor:
         tables = torch.nn.functional.pad(batch.block_tables, (0, 1))
         wider = replace(batch, context_lens=batch.context_lens + 1, block_tables=tables)
-        return sound(self, qkv, kv, wider, heads)
+        return sound(self, qkv, kv, wider, heads, **options)
 
     right = answers(None)
     monkeypatch.setattr(CpuOps, "attention", too_far)
