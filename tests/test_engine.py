@@ -159,7 +159,7 @@ def test_the_bands_of_every_report_add_up(mode: str):
             m = llm.engine.step().snapshot.memory
             assert m.mapped == m.kv_live + m.kv_cached + m.kv_idle + m.kv_spare + m.weights
             assert min(m.kv_live, m.kv_cached, m.kv_idle, m.kv_spare) >= 0
-            assert m.physical == (m.mapped + m.free_handles + m.parked if mode != "physical" else 0)
+            assert m.physical == m.mapped + m.free_handles + m.parked
             assert m.physical <= m.arena
 
 

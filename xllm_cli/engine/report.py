@@ -73,6 +73,8 @@ class Reporter:
     def _memory(self, counters: Counters) -> VmmReport:
         cache, facts, seen = self._cache, self._facts, self._cache.observations[0]
         bands, headroom = cache.bands(), cache.headroom()
+        # a physical cache has no handles: it holds exactly what it was given at the start
+        physical = seen.owned if facts.page_bytes else bands["mapped"]
         return VmmReport(
             device=facts.device,
             driver=facts.driver,
@@ -81,7 +83,7 @@ class Reporter:
             total=seen.total,
             free=seen.free,
             arena=facts.arena_bytes,
-            physical=seen.owned,
+            physical=physical,
             free_handles=seen.free_handles,
             anon=seen.anon,
             execution_room=seen.execution_room,
@@ -91,7 +93,7 @@ class Reporter:
             headroom_limited_by=headroom.limited_by,
             budget={name: least for least, name in sorted(headroom.terms, reverse=True)},
             possible=cache.possible_bytes(),
-            ranks=[{"rank": 0, "total": seen.total, "free": seen.free, "physical": seen.owned}],
+            ranks=[{"rank": 0, "total": seen.total, "free": seen.free, "physical": physical}],
             models={facts.model_id: {"state": "awake", "kv_mapped": bands["mapped"], "kv_live": bands["kv_live"]}},
             tensors=[{"name": t.name, "bytes_per_block": t.bytes_per_block} for t in cache.spec.tensors],
             pages_mapped_total=counters.pages_mapped,
