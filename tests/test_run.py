@@ -87,3 +87,11 @@ def test_a_missing_tokenizer_ends_with_1(tmp_path: Path, runtime: Path, capfd: p
     assert run(config(tmp_path), waits) == 1
     assert "no tokenizer.json" in capfd.readouterr().err.splitlines()[-1]
     assert list(runtime.iterdir()) == []
+
+
+def test_a_model_folder_that_is_not_there_is_named(
+    tmp_path: Path, runtime: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "nowhere"
+    assert run(config(missing)) == 1
+    assert f"{missing} does not exist" in capfd.readouterr().err.splitlines()[-1]

@@ -57,6 +57,8 @@ class Tokenizer:
         """Read `tokenizer.json` and what lies beside it. ModelError when it is missing or broken."""
         folder = Path(folder)
         path = folder / "tokenizer.json"
+        if not folder.is_dir():
+            raise ModelError(f"model folder {folder} does not exist; `xllm fetch` brings a small one")
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json; a model folder in the Hugging Face layout is needed")
         try:
@@ -122,16 +124,27 @@ class Tokenizer:
         """The text of one token alone; U+FFFD where it holds only a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is exactly this text, None if there is none."""
+        return self._backend.token_to_id(text)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
     ) -> str:
-        """The prompt text of a conversation; encode it with `add_special_tokens=False`. RequestError 400 if refused."""
+        """The prompt text of a conversation; encode it with `add_special_tokens=False`. RequestError 400 if refused.
+
+        With `continues` the text ends where the last message does, for the model to go on with it.
+        """
         if self._template is None:
             raise RequestError(self.chat_refusal or "", code="chat_template_missing", param="messages")
         try:
+            if continues:
+                return self._template.render_open(messages, variables=variables)
             return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
         except TemplateError as error:
             raise RequestError(str(error), code="chat_template_error", param="messages") from error
