@@ -86,6 +86,7 @@ def test_models_and_settings_under_all_their_names(http: httpx.Client) -> None:
         server = http.get(path).json()
         assert (server["block_size"], server["model_id"], server["status"]) == (128, "tiny", "ready")
         assert "api_key" not in server
+        assert "model" not in server, "next to model_id it is a duplicate to sglang-router"
     assert http.head("/v1/models").status_code == http.head("/metrics/").status_code == 200
 
 

@@ -70,6 +70,7 @@ def _model_routes(router: APIRouter, state: ServerState) -> None:
     async def server_info() -> Response:
         ready = state.client.ready
         flags = {name: value for section in state.settings.values() for name, value in section.items()}
+        del flags["model"]  # `model` and `model_id` are one field to sglang-router, which reads neither then
         return json_response(
             {
                 **flags,
