@@ -3,43 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 from checkpoints import tiny_checkpoint
-from local_app import app_of, local_state
+from local_app import SNAPSHOT, app_of, local_state
+from scripted_engine import EOS, VOCAB, ScriptedEngine
 
 from xllm_cli.config import make_config
+from xllm_cli.core import Ready
 from xllm_cli.engine.host import build_engine
 from xllm_cli.engine.process import Parent, serve
 from xllm_cli.server.tokenizer import Tokenizer
 
 
 class LocalServing:
-    """POST to an application whose engine runs a tiny Llama in float32."""
+    """POST to an application whose engine runs in a thread."""
 
-    def __init__(self, folder: Path, checkpoint: Path, state: Any) -> None:
+    def __init__(self, folder: Path, model: Path, state: Any) -> None:
+        self._folder = folder
         self._state = state
         self._app = app_of(state)
-        config = make_config(
-            model=str(checkpoint), dtype="float32", block_size=16, enable_vmm_kvcache=True, vmm_elastic=True,
-            max_cache_size=16 << 20,
-        )  # fmt: skip
-        self.engine, self._state.client.ready = build_engine(config, lambda phase: None)
-        self._state.tokenizer = Tokenizer.from_folder(checkpoint)
         self._death = os.pipe()
-        self._thread = threading.Thread(target=self._run, args=(folder,))
+        self._state.tokenizer = Tokenizer.from_folder(model)
+        self._state.client.ready = self._build(model)
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def _run(self, folder: Path) -> None:
-        parent = Parent(folder, self._death[0])
-        serve(self.engine, parent)
+    def _build(self, model: Path) -> Ready:
+        """A tiny Llama in float32."""
+        config = make_config(
+            model=str(model), dtype="float32", block_size=16, enable_vmm_kvcache=True, vmm_elastic=True,
+            max_cache_size=16 << 20,
+        )  # fmt: skip
+        self._engine, ready = build_engine(config, lambda phase: None)
+        return ready
+
+    def _run(self) -> None:
+        parent = Parent(self._folder, self._death[0])
+        serve(self._engine, parent)
         parent.close()
+        assert self._engine.close()
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         """The whole answer; a stream is read to its end."""
@@ -56,18 +66,36 @@ class LocalServing:
         return asyncio.run(once())
 
     def close(self) -> None:
-        self._state.client.shutdown()
+        os.close(self._death[1])  # as when the server dies: heard even by an engine that has not connected yet
         self._thread.join(20)
-        assert not self._thread.is_alive() and self.engine.close()
-        for end in self._death:
-            os.close(end)
+        assert not self._thread.is_alive()
+        os.close(self._death[0])
+
+
+class ScriptedServing(LocalServing):
+    """The engine does what a prompt tells it."""
+
+    def _build(self, model: Path) -> Ready:
+        (self._folder / "config.json").write_text(json.dumps({"model": {"model": str(model)}}))
+        return Ready(
+            model_id="tiny", architecture="Tiny", dtype="float32", max_model_len=4096, vocab_size=VOCAB,
+            eos_token_ids=(EOS,), capacity_tokens=4096, snapshot=SNAPSHOT,
+        )  # fmt: skip
+
+    def _run(self) -> None:
+        engine = ScriptedEngine(self._folder, self._death[0])
+        with suppress(SystemExit):  # its answer to Shutdown
+            engine.serve()
+        engine.inbox.context.destroy(linger=500)
 
 
 @contextmanager
-def local_serving(folder: Path, checkpoint: Path | None = None) -> Iterator[LocalServing]:
+def local_serving(
+    folder: Path, model: Path | None = None, kind: type[LocalServing] = LocalServing
+) -> Iterator[LocalServing]:
     """An application and its engine; `folder` holds their sockets."""
     with local_state(folder) as state:
-        serving = LocalServing(folder, checkpoint or tiny_checkpoint("llama"), state)
+        serving = kind(folder, model or tiny_checkpoint("llama"), state)
         try:
             yield serving
         finally:

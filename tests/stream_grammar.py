@@ -24,6 +24,8 @@ class StreamedChoice:
     opened: bool = False
     num_deltas: int = 0
     logprobs: list[Any] = field(default_factory=list)
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -76,7 +78,7 @@ def _check_chunk(stream: Stream, payload: dict[str, Any], *, chat: bool, include
             choice.logprobs += _logprobs(part, chat)
         else:
             assert text == "" and not (chat and part["delta"]), "the closing chunk has an empty delta"
-            assert part["finish_reason"] in ("stop", "length")
+            assert part["finish_reason"] in ("stop", "length", "tool_calls")
             choice.finish = part["finish_reason"]
 
 
@@ -84,6 +86,10 @@ def _chat_text(choice: StreamedChoice, part: dict[str, Any]) -> str:
     delta = part["delta"]
     assert ("role" in delta) == (not choice.opened), "the role comes first and once"
     choice.opened = True
+    choice.reasoning += delta.get("reasoning_content", "")
+    for call in delta.get("tool_calls", ()):
+        assert call["index"] == len(choice.calls) and call["id"] and call["type"] == "function"
+        choice.calls.append(call["function"])
     return delta.get("content", "")
 
 

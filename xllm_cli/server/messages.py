@@ -26,7 +26,7 @@ from xllm_cli.server.state import ServerState
 from xllm_cli.server.tokenizer import Tokenizer
 
 _HARMLESS = ("metadata", "service_tier", "context_management", "container", "betas", "cache_control")
-_SINGLE: dict[str, tuple[Any, ...]] = {"n": (None, 1), "logprobs": (None, False), "stop": (None,)}
+_SINGLE: dict[str, tuple[Any, ...]] = {"n": (None, 1), "logprobs": (None, False), "stop": (None,), "tools": (None, [])}
 _STOPPED: dict[FinishReason, str] = {"length": "max_tokens"}
 
 

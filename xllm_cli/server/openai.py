@@ -11,7 +11,9 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from xllm_cli.errors import RequestError
 from xllm_cli.server.answering import Dialect, generate, read_body, tokenized
+from xllm_cli.server.constraints import calls_tools
 from xllm_cli.server.failures import json_response
 from xllm_cli.server.parsing import body_schema, parse
 from xllm_cli.server.protocol import ChatRequest, CompletionRequest
@@ -29,8 +31,14 @@ def encode_completion(asked: CompletionRequest, tokenizer: Tokenizer, enough: in
 
 def encode_chat(asked: ChatRequest, tokenizer: Tokenizer, enough: int) -> list[list[int]]:
     """The conversation as one prompt."""
+    if asked.offered_tools and not calls_tools(tokenizer):
+        raise RequestError("tools are not supported with this model", code="unsupported_parameter", param="tools")
     messages = [message.for_template() for message in asked.messages]
-    text = tokenizer.chat(messages, asked.add_generation_prompt is not False, asked.chat_template_kwargs)
+    variables = {**(asked.chat_template_kwargs or {}), "tools": asked.offered_tools or None}
+    text = tokenizer.chat(
+        messages, asked.add_generation_prompt is not False, variables, continues=bool(asked.continue_final_message)
+    )
+    asked.rendered(text)
     return [tokenizer.encode(text, bool(asked.add_special_tokens), enough=enough)]
 
 

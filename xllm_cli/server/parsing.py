@@ -24,7 +24,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "beam_width": (None, 0, 1),
     "best_of": (None, 1),
     "chat_template": (None,),
-    "continue_final_message": (None, False),
     "documents": (None, []),
     "function_call": (None, "none"),
     "functions": (None, []),
@@ -40,8 +39,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (None, False),
     "structured_outputs": (None,),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "use_beam_search": (None, False),
 }
 # Bookkeeping of clients and routers that changes no answer: accepted without a word.
@@ -49,7 +46,6 @@ HARMLESS = frozenset(
     {
         "include_reasoning",
         "metadata",
-        "parallel_tool_calls",
         "priority",
         "prompt_cache_key",
         "request_id",

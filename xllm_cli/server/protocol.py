@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from xllm_cli.errors import RequestError
 from xllm_cli.server.parsing import unknown_fields
+from xllm_cli.server.reasoning import OPEN
 from xllm_cli.server.sampling_fields import SamplingFields
+from xllm_cli.server.toolcalls import arguments_as_object
+from xllm_cli.server.tools import ToolFields
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
@@ -155,7 +158,9 @@ class ChatMessage(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message with its text parts joined. RequestError when a part is not text."""
-        extra = self.model_extra or {}
+        extra = dict(self.model_extra or {})
+        if isinstance(calls := extra.get("tool_calls"), list):
+            extra["tool_calls"] = [arguments_as_object(call) if isinstance(call, dict) else call for call in calls]
         text = self._text()
         if text is None and not extra.get("tool_calls"):
             text = ""  # templates print None as a word
@@ -172,14 +177,31 @@ class ChatMessage(BaseModel):
         return "\n".join(text for text in texts if isinstance(text, str))
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ToolFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    _starts_in_reasoning: bool = PrivateAttr(False)
+
+    @model_validator(mode="after")
+    def _check_continuation(self) -> ChatRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        return self
+
+    @property
+    def starts_in_reasoning(self) -> bool:
+        """Whether the prompt ends within a block of reasoning."""
+        return self._starts_in_reasoning
+
+    def rendered(self, prompt: str) -> None:
+        """The prompt's text is known."""
+        self._starts_in_reasoning = prompt.rstrip().endswith(OPEN)
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:

@@ -10,12 +10,15 @@ from typing import Any
 
 from xllm_cli.core import FinishReason, TokenLogprob
 from xllm_cli.errors import RequestError
+from xllm_cli.server.constraints import parser_of
+from xllm_cli.server.deltas import Delta, MessageParser, PlainParser
 from xllm_cli.server.detokenizer import LogprobEntry, Piece
 from xllm_cli.server.failures import error_body
 from xllm_cli.server.generation import Usage, WholeChoice
-from xllm_cli.server.protocol import GenerationRequest
+from xllm_cli.server.protocol import ChatRequest, GenerationRequest
 from xllm_cli.server.sse import DONE, event
 from xllm_cli.server.tokenizer import Tokenizer
+from xllm_cli.server.tools import NamedChoice
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -87,8 +90,7 @@ class OpenAIReply(Reply):
         if index not in self._opened and (opening := self.opening(index)) is not None:
             parts.append(opening)
         self._opened.add(index)
-        if piece.text or piece.entries:
-            parts.append(self.delta(index, piece))
+        parts += self.deltas(index, piece)
         if piece.finish is not None:
             parts.append(self.closing(index, piece.finish))
         now = usage_object(usage()) if self._wants_continuous_usage else None
@@ -111,8 +113,8 @@ class OpenAIReply(Reply):
         """The first part of a choice, if the shape has one."""
 
     @abstractmethod
-    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A part with text."""
+    def deltas(self, index: int, piece: Piece) -> Sequence[dict[str, Any]]:
+        """The parts of a choice that a piece makes."""
 
     @abstractmethod
     def closing(self, index: int, finish: FinishReason) -> dict[str, Any]:
@@ -132,8 +134,10 @@ class CompletionReply(OpenAIReply):
     def opening(self, index: int) -> None:
         return None
 
-    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._part(index, piece.text, piece.entries, None)
+    def deltas(self, index: int, piece: Piece) -> Sequence[dict[str, Any]]:
+        if not piece.text and not piece.entries:
+            return ()
+        return [self._part(index, piece.text, piece.entries, None)]
 
     def closing(self, index: int, finish: FinishReason) -> dict[str, Any]:
         return self._part(index, "", [], finish)
@@ -164,6 +168,45 @@ class CompletionReply(OpenAIReply):
         return top
 
 
+class ChatMessageShape:
+    """One choice's message: its deltas as they come, and all of it at the end."""
+
+    def __init__(self, parser: MessageParser, *, is_named: bool) -> None:
+        self._parser = parser
+        self._is_named = is_named
+        self._content = ""
+        self._reasoning = ""
+        self._calls: list[dict[str, Any]] = []
+
+    def feed(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
+        """The deltas of a piece of text."""
+        deltas = [*self._parser.feed(text), *(self._parser.flush() if is_last else [])]
+        return [self._shape(delta) for delta in deltas]
+
+    def _shape(self, delta: Delta) -> dict[str, Any]:
+        if delta.call is not None:
+            function = {"name": delta.call.name, "arguments": delta.call.arguments}
+            call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+            self._calls.append(call)
+            return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
+        self._content += delta.content
+        self._reasoning += delta.reasoning
+        return {"reasoning_content": delta.reasoning} if delta.reasoning else {"content": delta.content}
+
+    def whole(self) -> dict[str, Any]:
+        """The message of an answer that did not stream."""
+        message: dict[str, Any] = {"role": "assistant", "content": self._content or (None if self._calls else "")}
+        if self._reasoning:
+            message["reasoning_content"] = self._reasoning
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message
+
+    def finish_reason(self, finish: FinishReason | None) -> str | None:
+        """As OpenAI has it: a call ends the message, but one that the client named is just its end."""
+        return "tool_calls" if self._calls and finish == "stop" and not self._is_named else finish
+
+
 class ChatReply(OpenAIReply):
     """The shapes of /v1/chat/completions."""
 
@@ -171,22 +214,39 @@ class ChatReply(OpenAIReply):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, model_id: str, tokenizer: Tokenizer, asked: ChatRequest) -> None:
+        super().__init__(model_id, tokenizer, asked)
+        self._asked = asked
+        self._messages: dict[int, ChatMessageShape] = {}
+
     def opening(self, index: int) -> dict[str, Any]:
         return self._part(index, {"role": "assistant", "content": ""}, [], None)
 
-    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._part(index, {"content": piece.text}, piece.entries, None)
+    def deltas(self, index: int, piece: Piece) -> Sequence[dict[str, Any]]:
+        shaped = self._message(index).feed(piece.text, is_last=piece.finish is not None)
+        if not shaped and piece.entries:
+            shaped = [{"content": ""}]
+        # the log probabilities come with the first part: those of tags have no text of their own
+        return [self._part(index, delta, [] if number else piece.entries, None) for number, delta in enumerate(shaped)]
 
     def closing(self, index: int, finish: FinishReason) -> dict[str, Any]:
-        return self._part(index, {}, [], finish)
+        return self._part(index, {}, [], self._message(index).finish_reason(finish))
 
     def _whole_choice(self, choice: WholeChoice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text}
+        shape = self._message(choice.index)
+        shape.feed(choice.text, is_last=True)
         logprobs = self._logprobs(choice.entries) if self._with_logprobs else None
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+        finish = shape.finish_reason(choice.finish)
+        return {"index": choice.index, "message": shape.whole(), "logprobs": logprobs, "finish_reason": finish}
+
+    def _message(self, index: int) -> ChatMessageShape:
+        if index not in self._messages:
+            parser = parser_of(self._asked, self._tokenizer) or PlainParser()
+            self._messages[index] = ChatMessageShape(parser, is_named=isinstance(self._asked.tool_choice, NamedChoice))
+        return self._messages[index]
 
     def _part(
-        self, index: int, delta: dict[str, Any], entries: Sequence[LogprobEntry], finish: FinishReason | None
+        self, index: int, delta: dict[str, Any], entries: Sequence[LogprobEntry], finish: str | None
     ) -> dict[str, Any]:
         logprobs = self._logprobs(entries) if self._with_logprobs and entries else None
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}

@@ -38,6 +38,8 @@ _STATELESS: dict[str, tuple[Any, ...]] = {
     "prompt": (None,),
     "reasoning": (None, {}),
     "store": (None, False),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
     "text": (None, {}, {"format": {"type": "text"}}),
     "top_logprobs": (None, 0),
 }

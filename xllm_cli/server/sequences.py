@@ -6,8 +6,8 @@ from typing import Any
 
 from xllm_cli.core import Ready, Request, SamplingParams
 from xllm_cli.errors import RequestError
+from xllm_cli.server.constraints import constraint_of
 from xllm_cli.server.detokenizer import TextOptions
-from xllm_cli.server.formats import grammar_of
 from xllm_cli.server.protocol import ChatRequest, GenerationRequest
 from xllm_cli.server.tokenizer import Tokenizer
 
@@ -80,7 +80,7 @@ def _sampling(asked: GenerationRequest, num_prompt: int, ready: Ready, tokenizer
         stop_token_ids=tuple(sorted({*ends, *(asked.stop_token_ids or ())})),
         ignore_eos=bool(asked.ignore_eos),
         prompt_logprobs=asked.num_prompt_logprobs,
-        grammar=grammar_of(asked.response_format, own_ends),
+        grammar=constraint_of(asked, tokenizer, own_ends),
         **_changes(asked, ready),
     )
 

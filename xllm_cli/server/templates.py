@@ -29,6 +29,9 @@ _TEMPLATE_FAILURES = (
 )
 
 
+_MARK = "\ue000\ue001"  # of the private use area: no text of this world holds it
+
+
 class TemplateError(ValueError):
     """The template cannot be compiled, or refuses these messages; the text is the template's own."""
 
@@ -84,6 +87,22 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text. Whatever a template does wrong with these messages is a TemplateError."""
+        return self._render(messages, add_generation_prompt, variables)
+
+    def render_open(self, messages: Sequence[Mapping[str, Any]], *, variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt text up to the end of the last message's content. TemplateError where that cannot be found."""
+        *earlier, last = messages
+        if not isinstance(last.get("content"), str):
+            raise TemplateError("only a message with a text can be continued")
+        marked = self._render([*earlier, {**last, "content": last["content"] + _MARK}], False, variables)
+        text, mark, _ = marked.rpartition(_MARK)
+        if not mark:
+            raise TemplateError("the chat template does not show the last message as it is, so it cannot be continued")
+        return text
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any] | None
+    ) -> str:
         scope: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
         scope.update(messages=list(messages), add_generation_prompt=add_generation_prompt)
         try:
