@@ -1,8 +1,8 @@
 """CPU kernels over raw addresses (`tensor.data_ptr()`); native/kernels/kernels.h has the contracts.
 
-Import torch first: the module uses the OpenMP runtime torch has loaded. `dtype` codes: 0 float32, 1 bfloat16. Sizes and
-strides count elements. What runs between kernels is float32; a `dtype` is that of a weight or a cache. Sizes that cannot
-be are refused with ValueError; addresses are trusted.
+Import torch first: the module uses the OpenMP runtime torch has loaded. `dtype` codes: 0 float32, 1 bfloat16. Sizes
+and strides count elements. What runs between kernels is float32; a `dtype` is that of a weight or a cache. Sizes that
+cannot be are refused with ValueError; addresses are trusted.
 """
 
 def levels() -> list[str]:
