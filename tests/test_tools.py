@@ -16,7 +16,8 @@ from stream_grammar import check_stream
 QWEN = (
     "{% if tools %}{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}{{ '\n' }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}"
+    "{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
 PARAMETERS = {
