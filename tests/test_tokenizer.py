@@ -200,3 +200,21 @@ def test_templates_have_what_the_hub_expects() -> None:
 def test_templates_run_in_a_sandbox(attack: str) -> None:
     with pytest.raises(TemplateError, match="refuses"):
         ChatTemplate(attack, {})
+
+
+def test_a_message_is_continued_where_it_ends(byte_level: Tokenizer) -> None:
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hi there \n"}]
+    assert byte_level.chat(talk, continues=True).endswith("<|im_start|>assistant\nhi there \n")
+
+
+@pytest.mark.parametrize("last", [{"role": "assistant", "content": None}, {"role": "cow", "content": "moo"}])
+def test_a_message_that_cannot_be_continued_is_the_clients_error(byte_level: Tokenizer, last: dict[str, str]) -> None:
+    with pytest.raises(RequestError) as caught:
+        byte_level.chat([last], continues=True)
+    assert (caught.value.status, caught.value.code) == (400, "chat_template_error")
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
+    template = ChatTemplate("{{ messages[0].role }}", {})
+    with pytest.raises(TemplateError, match="cannot be continued"):
+        template.render_open([{"role": "user", "content": "x"}])
