@@ -80,6 +80,19 @@ def test_constrained_rows_are_the_same_in_company_and_leave_others_alone(llm: LL
     assert [a.token_ids for a in together] == [*alone, plain]
 
 
+def test_preemption_changes_no_constrained_answer():
+    load = [[(17 * i + 3 * j) % 250 for j in range(60)] for i in range(12)]
+    asked = [wanted("regex", "([a-f]{3}-){4,9}[0-9]+", seed=i, max_tokens=40) for i in range(12)]
+    small = {"host_page_mode": "4k", "phy_page_granularity_size": 64 << 10}
+    with LLM(tiny_checkpoint("llama"), max_cache_size=16 << 20, **FLAGS, **small) as made:
+        free = made.generate(load, asked)
+    with LLM(tiny_checkpoint("llama"), max_cache_size=28 * 12_288, **FLAGS, **small) as made:
+        tight = made.generate(load, asked)
+        assert made.snapshot.counters.preemptions > 0
+        made.engine.check()
+    assert [a.token_ids for a in tight] == [a.token_ids for a in free]
+
+
 def test_penalties_min_tokens_and_logprobs_go_with_a_grammar(llm: LLM):
     asked = wanted("regex", "(a|b)*", min_tokens=20, presence_penalty=0.5, logprobs=2, temperature=0.0)
     answer = llm.generate(["x"], asked)[0]

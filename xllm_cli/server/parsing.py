@@ -41,6 +41,17 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "use_beam_search": (None, False),
 }
+# What to do instead, where there is something.
+_INSTEAD: dict[str, str] = {
+    "best_of": "ask for n choices and take the best",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "guided_grammar": "use response_format with type lark",
+    "guided_json": "use response_format with type json_schema",
+    "guided_regex": "use response_format with type regex",
+    "prompt_logprobs": "use echo with logprobs in /v1/completions",
+    "structured_outputs": "use response_format",
+}
 # Bookkeeping of clients and routers that changes no answer: accepted without a word.
 HARMLESS = frozenset(
     {
@@ -80,7 +91,8 @@ def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) ->
     """RequestError 400 for a field of the table `neutral` that has another value than those there."""
     for name, values in neutral.items():
         if name in fields and fields[name] not in values:
-            raise RequestError(f"{name} is not supported here", code="unsupported_parameter", param=name)
+            text = f"{name} is not supported here" + (f"; {_INSTEAD[name]}" if name in _INSTEAD else "")
+            raise RequestError(text, code="unsupported_parameter", param=name)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
