@@ -6,10 +6,10 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from checkpoints import tiny_checkpoint
@@ -22,6 +22,8 @@ from xllm_cli.engine.host import build_engine
 from xllm_cli.engine.process import Parent, serve
 from xllm_cli.server.tokenizer import Tokenizer
 
+Result = TypeVar("Result")
+
 
 class LocalServing:
     """POST to an application whose engine runs in a thread."""
@@ -32,9 +34,10 @@ class LocalServing:
         self._app = app_of(state)
         self._death = os.pipe()
         self._state.tokenizer = Tokenizer.from_folder(model)
-        self._state.client.ready = self._build(model)
+        self._ready = self._build(model)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
+        asyncio.run(self._hear(self._until_ready()))
 
     def _build(self, model: Path) -> Ready:
         """A tiny Llama in float32."""
@@ -47,6 +50,7 @@ class LocalServing:
 
     def _run(self) -> None:
         parent = Parent(self._folder, self._death[0])
+        parent.send(self._ready)
         serve(self._engine, parent)
         parent.close()
         assert self._engine.close()
@@ -55,15 +59,24 @@ class LocalServing:
         """The whole answer; a stream is read to its end."""
 
         async def once() -> httpx.Response:
-            receiving = asyncio.create_task(self._state.client.receive())
             transport = httpx.ASGITransport(self._app, client=("127.0.0.1", 50000))
             async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as http:
-                answer = await http.post(path, json=body)
+                return await http.post(path, json=body)
+
+        return asyncio.run(self._hear(once()))
+
+    async def _hear(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do something while the engine's messages are read."""
+        receiving = asyncio.create_task(self._state.client.receive())
+        try:
+            return await asyncio.wait_for(work, 60)
+        finally:
             receiving.cancel()
             await asyncio.wait({receiving})
-            return answer
 
-        return asyncio.run(once())
+    async def _until_ready(self) -> None:
+        while self._state.client.ready is None:
+            await asyncio.sleep(0.01)
 
     def close(self) -> None:
         os.close(self._death[1])  # as when the server dies: heard even by an engine that has not connected yet
@@ -84,6 +97,7 @@ class ScriptedServing(LocalServing):
 
     def _run(self) -> None:
         engine = ScriptedEngine(self._folder, self._death[0])
+        engine.send(self._ready)
         with suppress(SystemExit):  # its answer to Shutdown
             engine.serve()
         engine.inbox.context.destroy(linger=500)
