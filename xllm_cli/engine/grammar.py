@@ -28,8 +28,8 @@ from xllm_cli.core import Grammar
 from xllm_cli.errors import RequestError
 
 MAX_TEXT_BYTES = 128 << 10
-COMPILE_SECONDS = 5.0
-ADVANCE_SECONDS = 0.5  # for one token
+COMPILE_SECONDS = 15.0  # milliseconds usually; the machine may be busy
+ADVANCE_SECONDS = 3.0  # for one token
 NUM_COMPILERS = 2
 NUM_FOLLOWERS = 2
 CLOSE_SECONDS = 10.0
