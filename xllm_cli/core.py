@@ -2,6 +2,8 @@
 
 Everything here is a frozen msgspec struct: it crosses a process as msgpack and can never be half changed. State that
 only the engine owns (sequences, block tables) is not here. This module knows no device, no torch and no HTTP.
+
+Longer than other files: it is the vocabulary of every seam, and a noun is read beside its neighbours.
 """
 
 from __future__ import annotations
