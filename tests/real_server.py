@@ -70,6 +70,7 @@ class Serving:
     def kill(self) -> None:
         """The sudden death of the whole server: the process that serves, and with it its engine."""
         children = psutil.Process(self.process.pid).children(recursive=True)
+        self.http.close()
         self.process.kill()
         self.process.wait(10)
         _, alive = psutil.wait_procs(children, timeout=5)
