@@ -61,7 +61,7 @@ def test_any_body_is_parsed_or_refused(body: bytes) -> None:
         ("min_p", [0, 0.5, 1], [-0.1, 1.1, "0"]),
         ("presence_penalty", [-2, 0, 2], [-2.1, 2.1, True]),
         ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1]),
-        ("repetition_penalty", [0.1, 1, 2], [0, -1, 101]),
+        ("repetition_penalty", [0.01, 1, 2, 100], [0, 1e-40, 0.009, -1, 101]),
         ("logit_bias", [{}, {"0": -100, "7": 1.5}], [{"x": 1}, {"-1": 1}, {"1": 101}, {"1": None}, [], {"²": 1}]),
         ("max_tokens", [1, 2**31 - 1], [0, -1, 1.5, "1", True, 2**31]),
         ("min_tokens", [0, 1], [-1]),

@@ -24,7 +24,7 @@ class SamplingFields(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # less makes logits overflow
     logit_bias: dict[str, float] | None = Field(None, description="token id → what is added to its logit, -100 … 100")
 
     @field_validator("logit_bias")
