@@ -31,7 +31,10 @@ _PREFLIGHT_SECONDS = 600
 
 def create_app(state: ServerState, keys: ApiKeys, security: SecurityConfig) -> ASGIApp:
     """The application over this state."""
-    routes = FastAPI(title="xllm", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    routes = FastAPI(
+        title="xllm", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
+        responses=failures.DOCUMENTED,
+    )  # fmt: skip
     failures.install(routes)
     for router in create_routers(state, keys):
         routes.include_router(router)

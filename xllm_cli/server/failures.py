@@ -26,6 +26,10 @@ _TEXTS = {
     405: ("method_not_allowed", "this route has no such method"),
 }
 CLIENT_CLOSED_REQUEST = 499
+_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    "default": {"description": "An error", "content": {"application/json": {"schema": _SCHEMA}}}
+}
 
 
 def error_body(error: RequestError, path: str = "") -> dict[str, Any]:

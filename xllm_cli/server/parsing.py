@@ -107,10 +107,15 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def body_schema(kind: type[BaseModel]) -> dict[str, Any]:
-    """What OpenAPI says of a route that takes this request: the body is read by `parse`, not by the framework."""
+    """What OpenAPI says of a route that takes this request: the body is read by `parse`, not by the framework. Where
+    it knows `stream`, the answer may be one."""
     schema = kind.model_json_schema()
     schema = _inlined(schema, schema.pop("$defs", {}))
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    kinds = ["application/json", *(["text/event-stream"] if "stream" in kind.model_fields else [])]
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "responses": {"200": {"content": {name: {} for name in kinds}}},
+    }
 
 
 def _inlined(node: Any, definitions: dict[str, Any]) -> Any:

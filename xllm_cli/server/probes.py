@@ -7,7 +7,7 @@ import time
 import uuid
 
 from fastapi import APIRouter
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from xllm_cli import __version__
 from xllm_cli.core import Request, SamplingParams
@@ -49,7 +49,7 @@ def routes(state: ServerState) -> APIRouter:
         status = state.liveness()[1]
         return json_response({"live": status == 200}, status)
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return Response(exposition.render(), media_type=metrics.CONTENT_TYPE)
 

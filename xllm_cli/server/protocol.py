@@ -17,6 +17,10 @@ MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 
+_IDS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_ONE: dict[str, Any] = {"anyOf": [{"type": "string"}, _IDS]}
+_PROMPT: dict[str, Any] = {"anyOf": [*_ONE["anyOf"], {"type": "array", "minItems": 1, "items": _ONE}]}
+
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
@@ -108,7 +112,10 @@ class GenerationRequest(SamplingFields):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Any = Field(description="a string, a list of strings, a list of token ids, or a list of such lists")
+    prompt: Any = Field(
+        description="a string, a list of strings, a list of token ids, or a list of such lists",
+        json_schema_extra=_PROMPT,
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
