@@ -32,7 +32,8 @@ OF_OTHER_PROGRAMS = {
     "no-build-isolation",
     "no-deps",
 }
-OF_OTHER_PROGRAMS |= {"no-loadscope-reorder", "wheel-dir", "dist", "check", "fix", "strict"}
+OF_OTHER_PROGRAMS |= {"no-loadscope-reorder", "wheel-dir", "dist", "check", "fix", "strict", "no-compile"}
+OF_OTHER_PROGRAMS |= {"policy", "health-check-interval-secs", "cb-failure-threshold"}  # of routers
 
 
 def blocks(language: str) -> list[str]:
