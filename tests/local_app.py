@@ -31,6 +31,7 @@ def local_state(folder: Path, **service: Any) -> Iterator[ServerState]:
     client = EngineClient(folder)
     instruments = Instruments("tiny")
     client.on_snapshot = instruments.step
+    client.on_map = lambda seconds: instruments.observe("xllm:vmm_map_seconds", seconds)
     try:
         yield ServerState(
             client, ServedModel.of("tiny", "/tiny"), config.service, instruments, config.model_dump(mode="json")

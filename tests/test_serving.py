@@ -76,6 +76,7 @@ def test_concurrent_requests_raise_memory_and_the_repeat_of_a_long_prompt_comput
         assert all(future.result()["usage"]["completion_tokens"] == 8 for future in futures)
     assert peak["mapped"] > before["mapped"] + 40 * MIB  # 32 times 78 tokens of 22.5 KiB are 55 MiB
     assert peak["physical"] >= peak["mapped"]
+    assert serving.metric("xllm:vmm_map_seconds_count") > 0
     long = [(7 * j) % 40000 + 100 for j in range(1000)]
     serving.complete(prompt=long, max_tokens=2)
     computed = serving.metric("xllm:prompt_tokens_computed_total")
@@ -85,6 +86,7 @@ def test_concurrent_requests_raise_memory_and_the_repeat_of_a_long_prompt_comput
     idle = serving.wait_until(lambda memory: memory["kv_spare"] == 0)
     assert idle["kv_live"] == 0 and idle["kv_cached"] > 50 * MIB
     assert serving.memfd_bytes() == idle["physical"]
+    assert serving.metric("xllm:unaccounted_bytes") == 0
 
 
 def test_a_client_that_leaves_gives_its_blocks_back(serving: Serving):

@@ -207,10 +207,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepEvents(msgspec.Struct, frozen=True, tag="step"):
-    """One message per step: every request's output together with the snapshot that includes it."""
+    """One message per step: every request's output together with the snapshot that includes it.
+
+    `map_seconds` is how long the step's page changes took; None if it mapped nothing.
+    """
 
     outputs: list[Output]
     snapshot: Snapshot | None = None
+    map_seconds: float | None = None
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
@@ -290,6 +294,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank saw after a step, in bytes. DESIGN.md §7 defines `execution_room`.
 
     `owned` counts the distinct handles times page size (mapped, free and parked), `free_handles` those not mapped.
+    `allocated` is what the system says the pool holds; a difference to `owned` is a leak or a page not yet given back.
     """
 
     total: int
@@ -298,6 +303,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     execution_room: int = 0
     owned: int = 0
     free_handles: int = 0
+    allocated: int = 0
 
 
 # --- one step: scheduler → worker → scheduler ----------------------------------------------------------------------
@@ -385,3 +391,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     scores: tuple[list[TokenLogprob], ...] = ()
     stuck: tuple[PageRef, ...] = ()
     shortage: str = ""
+    map_seconds: float | None = None

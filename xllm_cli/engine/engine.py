@@ -120,7 +120,7 @@ class Engine:
             if result.mapped:
                 outputs = self._scheduler.commit(plan, result)
                 self._forget_finished(outputs)
-                return StepEvents(ended + outputs + self._expire(), self.snapshot())
+                return StepEvents(ended + outputs + self._expire(), self.snapshot(), result.map_seconds)
             log.warning("step %d could not map its pages: %s", plan.step, result.shortage)
             self._scheduler.rollback(plan, result)
         return StepEvents(ended + self._expire(), self.snapshot())

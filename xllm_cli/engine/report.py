@@ -93,7 +93,15 @@ class Reporter:
             headroom_limited_by=headroom.limited_by,
             budget={name: least for least, name in sorted(headroom.terms, reverse=True)},
             possible=cache.possible_bytes(),
-            ranks=[{"rank": 0, "total": seen.total, "free": seen.free, "physical": physical}],
+            ranks=[
+                {
+                    "rank": 0,
+                    "total": seen.total,
+                    "free": seen.free,
+                    "physical": physical,
+                    "unaccounted": seen.allocated - seen.owned,
+                }
+            ],
             models={facts.model_id: {"state": "awake", "kv_mapped": bands["mapped"], "kv_live": bands["kv_live"]}},
             tensors=[{"name": t.name, "bytes_per_block": t.bytes_per_block} for t in cache.spec.tensors],
             pages_mapped_total=counters.pages_mapped,

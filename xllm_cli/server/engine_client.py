@@ -41,7 +41,7 @@ class EngineClient:
 
     `loading` is the last phase heard, `ready` the engine's description once it serves, `snapshot` its last state,
     `failure` why it is gone. `changed` is set whenever one of them but the snapshot changes; `on_snapshot` is called
-    with every new one.
+    with every new one, `on_map` with the seconds of a step's page changes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,6 +59,7 @@ class EngineClient:
         self.failure: Fatal | None = None
         self.changed = asyncio.Event()
         self.on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None
+        self.on_map: Callable[[float], None] = lambda seconds: None
 
     def _bind(self, kind: int, path: Path) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -85,11 +86,13 @@ class EngineClient:
         match message:
             case Heartbeat():
                 return
-            case StepEvents(outputs=outputs, snapshot=snapshot):
+            case StepEvents(outputs=outputs, snapshot=snapshot, map_seconds=map_seconds):
                 # The snapshot first: what is read after an answer includes that answer's step.
                 if snapshot is not None:
                     self.snapshot = snapshot
                     self.on_snapshot(snapshot)
+                if map_seconds is not None:
+                    self.on_map(map_seconds)
                 for output in outputs:
                     self._route(output)
                 return

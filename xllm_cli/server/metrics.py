@@ -125,6 +125,9 @@ class _StateCollector(Collector):
         yield _family("xllm:vmm_limit_reason", "1 for the limit that growth meets first.", "limit", reason)
         free = {str(rank["rank"]): rank["free"] for rank in memory.ranks if "rank" in rank}
         yield _family("xllm:device_free_bytes", "Free memory of a rank's device.", "rank", free or {"0": 0})
+        stray = {str(rank["rank"]): rank.get("unaccounted", 0) for rank in memory.ranks if "rank" in rank}
+        text = "Bytes the system holds for a rank's pool beyond the pool's own count."
+        yield _family("xllm:unaccounted_bytes", text, "rank", stray or {"0": 0})
         models = GaugeMetricFamily("xllm:model_state", "1 for the state a model is in.", labels=["model", "state"])
         for model, facts in (memory.models or {self._state.model.model_id: {"state": "loading"}}).items():
             models.add_metric([model, str(facts["state"])], 1)

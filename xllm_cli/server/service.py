@@ -73,6 +73,7 @@ class Service:
         self._notifier = Notifier()
         instruments = Instruments(config.served_model_id)
         client.on_snapshot = instruments.step
+        client.on_map = lambda seconds: instruments.observe("xllm:vmm_map_seconds", seconds)
         self._state = ServerState(
             client,
             ServedModel.of(config.served_model_id, config.model.model),

@@ -62,6 +62,7 @@ class HostMemoryObserver:
             execution_room=max(0, self._peak_anon - anon),
             owned=self._store.owned_bytes,
             free_handles=self._store.free_handle_bytes,
+            allocated=self._driver.memfd_bytes(),
         )
 
     def _anonymous(self, status: bytes) -> tuple[int, int]:

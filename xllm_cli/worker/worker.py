@@ -5,6 +5,8 @@ Knows nothing of requests, prefixes or budgets; a plan says everything.
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from xllm_cli.core import Observation, Row, StepPlan, StepResult, TokenLogprob
@@ -34,7 +36,9 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan. Without its pages no row runs; surplus handles leave only after a step that had them."""
+        started = time.perf_counter()
         outcome = self._store.apply(plan.delta, plan.keep_free)
+        map_seconds = time.perf_counter() - started if plan.delta.map else None
         self._observer.begin_step()
         tokens: tuple[TokenLogprob, ...] = ()
         scores: tuple[list[TokenLogprob], ...] = ()
@@ -50,6 +54,7 @@ class Worker:
             scores=scores,
             stuck=outcome.stuck,
             shortage=outcome.shortage,
+            map_seconds=map_seconds,
         )
 
     def break_off(self, plan: StepPlan) -> StepResult:
