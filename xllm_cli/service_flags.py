@@ -36,6 +36,10 @@ class ServiceConfig(Section):
     )
     pid_file: str = flag("", "file for the server's process id, written once it listens and removed at the end")
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "least level that is logged", common=True)
+    log_dir: str = flag(
+        "", "folder for node_RANK.log, which takes everything the server would say on stderr; lines are appended"
+    )
+    log_format: Literal["text", "json"] = flag("text", "form of a log line; json is one object a line, for collectors")
     access_log: Literal["requests", "all", "off"] = flag(
         "requests", "one line for each HTTP request; requests leaves out probes and metrics"
     )
