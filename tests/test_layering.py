@@ -38,14 +38,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {"errors", "fetch"},
     "server": {*LEAVES, "service_flags"},
     "engine": {*LEAVES, "cache", "worker"},
-    "engine.host": {
-        *LEAVES,
-        "cache",
-        "worker",
-        "vmm",
-        "models",
-        "loading",
-    },  # the one file that puts an engine together
+    "engine.sizes": {*LEAVES, "cache", "engine", "vmm"},
+    # the one file that puts an engine together
+    "engine.host": {*LEAVES, "facts", "cache", "worker", "vmm", "models", "loading"},
     "llm": {*LEAVES, "config", "engine", "server", "vmm"},
     "cache": {"core", "errors"},
     "worker": {*LEAVES, "vmm", "models", "loading", "transfer"},

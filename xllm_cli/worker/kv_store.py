@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from xllm_cli.core import PageDelta, PageRef
-from xllm_cli.vmm.arena import AnonymousRange, Arena
+from xllm_cli.vmm.arena import Arena
 from xllm_cli.vmm.driver import VmmError
 from xllm_cli.vmm.pool import PagePool
 
@@ -60,6 +60,20 @@ class KvStore(Protocol):
 
     def close(self) -> bool:
         """Unmap and release everything; False if something is still in use and was kept."""
+        ...
+
+
+class TensorRange(Protocol):
+    """Memory of one physical KV tensor."""
+
+    def tensor(
+        self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None = None, offset: int = 0
+    ) -> torch.Tensor:
+        """A view of `shape` at byte `offset`; `strides` in elements."""
+        ...
+
+    def close(self) -> bool:
+        """Free the memory. False: a view is alive; the memory is kept."""
         ...
 
 
@@ -152,7 +166,7 @@ class VirtualKvStore:
 class PhysicalKvStore:
     """KV tensors in ordinary memory, reserved once and backed as they are touched; no page ever changes."""
 
-    def __init__(self, ranges: Sequence[AnonymousRange]) -> None:
+    def __init__(self, ranges: Sequence[TensorRange]) -> None:
         self._ranges = list(ranges)
 
     def apply(self, delta: PageDelta, keep_free: int) -> DeltaOutcome:

@@ -1,0 +1,49 @@
+"""The cpu as a device: host memory, kernels that have ended when their call returns."""
+
+from __future__ import annotations
+
+from xllm_cli.flags import Config
+from xllm_cli.models.ops import open_ops
+from xllm_cli.models.ops.base import Ops
+from xllm_cli.vmm.arena import AnonymousRange
+from xllm_cli.vmm.driver import Driver, open_driver
+from xllm_cli.worker.kv_store import KvStore
+from xllm_cli.worker.memory import HostMemoryObserver
+
+
+class CpuDevice:
+    """See worker.device.Device."""
+
+    name = "cpu"
+    lock_name = "cpu.lock"
+    prefill_tokens = 512  # longer steps gain nothing and make everybody else wait
+    pads_rows = False
+    largest_range: int | None = None
+
+    def __init__(self, config: Config) -> None:
+        self._host = config.host
+        self._page_bytes = config.kv_cache.phy_page_granularity_size
+
+    def open_driver(self) -> Driver:
+        """See Device."""
+        return open_driver(
+            self.name,
+            mode=self._host.host_page_mode,
+            page_bytes=self._page_bytes,
+            total_bytes=self._host.host_memory_bytes or None,
+        )
+
+    def open_ops(self) -> Ops:
+        """See Device."""
+        return open_ops(self.name)
+
+    def open_observer(self, driver: Driver, store: KvStore) -> HostMemoryObserver:
+        """See Device."""
+        return HostMemoryObserver(driver, store)
+
+    def open_range(self, nbytes: int) -> AnonymousRange:
+        """See Device: backed as it is touched."""
+        return AnonymousRange(nbytes)
+
+    def fence(self) -> None:
+        """See Device: there is no work in flight to wait for."""

@@ -1,0 +1,66 @@
+"""What a start needs of a device, in one object a device: its memory, its operators, and who watches them.
+
+Chosen by name and imported only then, so that no device's libraries are needed for another's. Knows no model, no cache
+policy and no requests.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from xllm_cli.errors import DeviceError
+from xllm_cli.flags import Config
+from xllm_cli.models.ops.base import Ops
+from xllm_cli.vmm.driver import Driver
+from xllm_cli.worker.kv_store import KvStore, TensorRange
+from xllm_cli.worker.memory import MemoryObserver
+
+_CLASSES = {"cpu": ("xllm_cli.worker.cpu_device", "CpuDevice")}
+
+
+class Device(Protocol):
+    """One device of this process.
+
+    name               what --device calls it
+    lock_name          the lock file that all engines on the same physical device share, without its folder
+    prefill_tokens     what a step prefills at most when no chunk is given
+    pads_rows          rows may be padded with ones that write block 0, which then stays mapped
+    largest_range      the most bytes that one tensor may reserve; None: no limit
+    """
+
+    name: str
+    lock_name: str
+    prefill_tokens: int
+    pads_rows: bool
+    largest_range: int | None
+
+    def open_driver(self) -> Driver:
+        """The driver of its memory. DeviceError if it cannot be used, with what to do about it."""
+        ...
+
+    def open_ops(self) -> Ops:
+        """Its operators."""
+        ...
+
+    def open_observer(self, driver: Driver, store: KvStore) -> MemoryObserver:
+        """Who sees what steps need of its memory; from now on."""
+        ...
+
+    def open_range(self, nbytes: int) -> TensorRange:
+        """Ordinary memory for a physical KV tensor."""
+        ...
+
+    def fence(self) -> None:
+        """Return when the device no longer works on anything handed to it: nothing is unmapped before."""
+        ...
+
+
+def open_device(name: str, config: Config) -> Device:
+    """The device called `name` (never auto), as `config` describes it. DeviceError if there is none such."""
+    if name not in _CLASSES:
+        raise DeviceError(f"--device={name} is not supported yet; there are: {', '.join(_CLASSES)}")
+    module, class_name = _CLASSES[name]
+    open_one = getattr(importlib.import_module(module), class_name)
+    return cast(Callable[[Config], Device], open_one)(config)
