@@ -126,7 +126,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(Ran(capsys, "serve", "--help").out.splitlines()) <= 60
     assert "--node_rank" in Ran(capsys, "serve", "--help=all", "--no-such-flag").out
     for args in (["--version"], ["version"]):
-        assert re.fullmatch(r"xllm \S+, python \S+, torch \S+, torch-npu .+\n", Ran(capsys, *args).out)
+        assert re.fullmatch(r"xllm \S+, python \S+, torch \S+(, torch-npu \S+)?(, CANN \S+)?\n", Ran(capsys, *args).out)
 
 
 def test_flags_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
