@@ -75,10 +75,11 @@ void drop_capsule(PyObject* capsule) {
 }
 
 nb::object make_capsule(Views& views, Address address, std::vector<std::int64_t> shape,
-                        std::vector<std::int64_t> strides, int code, int bits) {
+                        std::vector<std::int64_t> strides, int code, int bits, int device_type, int device_id) {
   if (shape.size() != strides.size()) throw std::invalid_argument("shape and strides differ in length");
   const DLDataType dtype{static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1};
-  DLManagedTensor* const managed = views.describe(address, std::move(shape), std::move(strides), dtype, {1, 0});
+  const DLDevice device{device_type, device_id};
+  DLManagedTensor* const managed = views.describe(address, std::move(shape), std::move(strides), dtype, device);
   PyObject* const capsule = PyCapsule_New(managed, "dltensor", drop_capsule);
   if (capsule == nullptr) {
     managed->deleter(managed);
@@ -157,7 +158,8 @@ NB_MODULE(_vmm, module) {
   nb::class_<Views>(module, "Views")
       .def(nb::init<>())
       .def("count", &Views::count)
-      .def("capsule", &make_capsule, "address"_a, "shape"_a, "strides"_a, "code"_a, "bits"_a);
+      .def("capsule", &make_capsule, "address"_a, "shape"_a, "strides"_a, "code"_a, "bits"_a,
+           "device_type"_a = 1, "device_id"_a = 0);
   nb::class_<AnonymousMemory>(module, "AnonymousMemory")
       .def(nb::init<std::size_t>(), "nbytes"_a)
       .def_prop_ro("address", &AnonymousMemory::address)

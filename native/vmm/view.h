@@ -16,7 +16,7 @@ namespace xllm::vmm {
 
 // The DLPack 0.x ABI, our own minimal declarations.
 struct DLDevice {
-  std::int32_t type;  // 1 = host
+  std::int32_t type;  // 1 = host, 12 = a device of an extension (npu)
   std::int32_t id;
 };
 struct DLDataType {
