@@ -293,17 +293,23 @@ class PageDelta(msgspec.Struct, frozen=True):
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank saw after a step, in bytes. DESIGN.md §7 defines `execution_room`.
 
-    `owned` counts the distinct handles times page size (mapped, free and parked), `free_handles` those not mapped.
-    `allocated` is what the system says the pool holds; a difference to `owned` is a leak or a page not yet given back.
+    `free` is after the step, `free_before` before it. `execution_peak` is the most that a step so far needed beyond
+    what it began with. `owned` counts the distinct handles times page size (mapped, free and parked), `free_handles`
+    those not mapped. `allocated` is what the system says the pool holds; a difference to `owned` is a leak or a page
+    not yet given back. `tensors` are in use and `reserved` taken by an allocator beside the pool that tells: else 0.
     """
 
     total: int
     free: int
+    free_before: int = 0
     anon: int = 0
     execution_room: int = 0
+    execution_peak: int = 0
     owned: int = 0
     free_handles: int = 0
     allocated: int = 0
+    tensors: int = 0
+    reserved: int = 0
 
 
 # --- one step: scheduler → worker → scheduler ----------------------------------------------------------------------

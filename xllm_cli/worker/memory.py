@@ -1,7 +1,12 @@
 """What a rank sees of its device's memory: the observation that every step's result carries.
 
-The host has no allocator statistics, so execution room is a conservative high-water mark (DESIGN.md §7): the largest
-anonymous memory this process needed inside a step, less what it holds now. Loading weights is no step.
+Owns the execution peak and how it becomes room (DESIGN.md §7), one observer for each kind of device:
+
+    HostMemoryObserver                    the process's anonymous memory and its high-water mark in /proc
+    DeviceMemoryObserver, statistics      the allocator's own numbers: what it only caches can be had back
+    DeviceMemoryObserver, none            the largest fall of free memory in a step, never lowered
+
+Loading weights is no step. Knows no budget: what is done with the numbers is the cache's business.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from xllm_cli.worker.kv_store import KvStore
 
 _FIELDS = re.compile(rb"^(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB", re.MULTILINE)
 _RESET_PEAK = b"5"  # proc(5): writing 5 to clear_refs resets VmHWM to the current resident size
+EXHAUSTED_SHARE = 4  # a failed allocation raises the room to a quarter of the device at most, however much it asked for
 
 
 class MemoryObserver(Protocol):
@@ -29,13 +35,133 @@ class MemoryObserver(Protocol):
         """What was seen since begin_step, and what is free now."""
         ...
 
+    def relieve(self) -> int:
+        """Pages are short: give the device back what an allocator holds beyond a step's need; how many bytes."""
+        ...
+
+    def exhausted(self, nbytes: int) -> None:
+        """The running step was refused `nbytes` more: a later one is to find them."""
+        ...
+
     def close(self) -> None:
         """Close what is kept open; doing it twice changes nothing."""
         ...
 
 
+class AllocatorStatistics(Protocol):
+    """What the allocator of a device says of itself, in bytes of this process and device.
+
+    reserved  = taken from the device, whether in use or cached      (torch: memory_reserved)
+    allocated = in use by tensors, at most `reserved`                (torch: memory_allocated)
+    """
+
+    def allocated(self) -> int:
+        """In use by tensors now."""
+        ...
+
+    def reserved(self) -> int:
+        """Taken from the device now."""
+        ...
+
+    def peak_allocated(self) -> int:
+        """The most in use at once since reset_peak()."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Let the peak begin anew at what is in use now."""
+        ...
+
+    def empty_cache(self) -> None:
+        """Give the device back what is reserved and not in use, as far as it can be given."""
+        ...
+
+
+class DeviceMemoryObserver:
+    """Memory of a device whose tensors come from an allocator of its own, beside the page pool.
+
+    With `statistics` the room is what the largest step so far would have to take from the device now; memory that
+    tensors leave is KV's again, after relieve(). Without, whatever left the device in a step may be needed again.
+    """
+
+    def __init__(self, driver: Driver, store: KvStore, statistics: AllocatorStatistics | None = None) -> None:
+        self._driver = driver
+        self._store = store
+        self._statistics = statistics
+        self._peak = 0  # the most that a step needed beyond what it began with
+        self._unreturned = 0  # what the allocator kept although its cache was emptied: parts of it are in use
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """See MemoryObserver."""
+        self._free_before = self._driver.info().free
+        self._owned_before = self._store.owned_bytes
+        self._allocated_before = 0
+        if self._statistics is not None:
+            self._statistics.reset_peak()
+            self._allocated_before = self._statistics.allocated()
+
+    def observe(self) -> Observation:
+        """See MemoryObserver."""
+        info, owned = self._driver.info(), self._store.owned_bytes
+        self._peak = max(self._peak, self._needed(info.free, owned))
+        allocated, reserved = self._held()
+        return Observation(
+            total=info.total,
+            free=info.free,
+            free_before=self._free_before,
+            execution_room=self._room(allocated, reserved),
+            execution_peak=self._peak,
+            owned=owned,
+            free_handles=self._store.free_handle_bytes,
+            allocated=self._driver.memfd_bytes(),
+            tensors=allocated,
+            reserved=reserved,
+        )
+
+    def _needed(self, free: int, owned: int) -> int:
+        """Bytes this step needed at its peak, pages of the pool aside, beyond what was held when it began."""
+        if self._statistics is not None:
+            return self._statistics.peak_allocated() - self._allocated_before
+        return self._free_before + self._owned_before - free - owned
+
+    def _held(self) -> tuple[int, int]:
+        """(bytes of tensors, bytes the allocator took from the device for them)"""
+        return (0, 0) if self._statistics is None else (self._statistics.allocated(), self._statistics.reserved())
+
+    def _room(self, allocated: int, reserved: int) -> int:
+        return max(0, allocated + self._peak - reserved)
+
+    def relieve(self) -> int:
+        """See MemoryObserver. Nothing is emptied for less than a page, nor twice for what did not come the first time:
+        emptying waits for the device."""
+        if self._statistics is None:
+            return 0
+        allocated, before = self._held()
+        surplus = before - allocated - self._peak
+        self._unreturned = min(self._unreturned, max(0, surplus))
+        if surplus - self._unreturned < self._driver.info().page_bytes:
+            return 0
+        self._statistics.empty_cache()
+        allocated, after = self._held()
+        self._unreturned = max(0, after - allocated - self._peak)
+        return before - after
+
+    def exhausted(self, nbytes: int) -> None:
+        """See MemoryObserver."""
+        info, owned = self._driver.info(), self._store.owned_bytes
+        wanted = max(0, self._needed(info.free, owned)) + nbytes
+        self._peak = max(self._peak, min(wanted, info.total // EXHAUSTED_SHARE))
+
+    def close(self) -> None:
+        """See MemoryObserver: nothing is kept open."""
+
+
 class HostMemoryObserver:
-    """Reads /proc through kept descriptors: tens of microseconds a step, nothing on the allocation path."""
+    """Reads /proc through kept descriptors: tens of microseconds a step, nothing on the allocation path.
+
+    The host has no allocator statistics, so the room is a conservative high-water mark: the largest anonymous memory
+    this process needed inside a step, less what it holds now.
+    """
 
     def __init__(self, driver: Driver, store: KvStore) -> None:
         self._driver = driver
@@ -43,6 +169,9 @@ class HostMemoryObserver:
         self._status: int | None = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
         self._reset = _open_reset()
         self._peak_anon = 0
+        self._peak = 0  # the most above what the step before had left
+        self._anon: int | None = None
+        self._free = driver.info().free
 
     def begin_step(self) -> None:
         """Reset the kernel's high-water mark where it allows that."""
@@ -50,20 +179,32 @@ class HostMemoryObserver:
             os.pwrite(self._reset, _RESET_PEAK, 0)
 
     def observe(self) -> Observation:
-        """Pages of the pool are shared memory and file pages are clean, so both are taken off the resident peak."""
+        """Pages of the pool are shared memory and file pages are clean, so both are taken off the resident peak.
+
+        `free_before` is what the last observation saw: a second reading would cost more than it tells.
+        """
         assert self._status is not None, "the observer is closed"
         anon, peak = self._anonymous(os.pread(self._status, 8192, 0))
-        self._peak_anon = max(self._peak_anon, peak)
+        self._note(anon, peak)
         info = self._driver.info()
+        free_before, self._free = self._free, info.free
         return Observation(
             total=info.total,
             free=info.free,
+            free_before=free_before,
             anon=anon,
             execution_room=max(0, self._peak_anon - anon),
+            execution_peak=self._peak,
             owned=self._store.owned_bytes,
             free_handles=self._store.free_handle_bytes,
             allocated=self._driver.memfd_bytes(),
         )
+
+    def _note(self, anon: int, peak: int) -> None:
+        if self._anon is not None:
+            self._peak = max(self._peak, peak - self._anon)
+        self._anon = anon
+        self._peak_anon = max(self._peak_anon, peak)
 
     def _anonymous(self, status: bytes) -> tuple[int, int]:
         """(anonymous bytes now, their peak since begin_step)."""
@@ -72,6 +213,17 @@ class HostMemoryObserver:
         if self._reset is None:
             return anon, anon
         return anon, max(anon, fields[b"VmHWM"] - fields[b"RssShmem"] - fields[b"RssFile"])
+
+    def relieve(self) -> int:
+        """See MemoryObserver: the C library gives back by itself what is large."""
+        return 0
+
+    def exhausted(self, nbytes: int) -> None:
+        """See MemoryObserver."""
+        assert self._status is not None, "the observer is closed"
+        anon, peak = self._anonymous(os.pread(self._status, 8192, 0))
+        most = anon + self._driver.info().total // EXHAUSTED_SHARE
+        self._note(anon, max(peak, min(peak + nbytes, most)))
 
     def close(self) -> None:
         """See MemoryObserver."""
