@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import stat
-import tempfile
-from pathlib import Path
-
 import pytest
 from checkpoints import tiny_checkpoint
 
 from xllm_cli import LLM
 from xllm_cli.config import make_config
 from xllm_cli.core import CacheSpec, TensorSpec
-from xllm_cli.engine.host import device_lock_path
 from xllm_cli.engine.sizes import size_cache
 from xllm_cli.errors import DeviceError, MemoryShortage, XllmError
 from xllm_cli.vmm.driver import FaultyDriver, open_driver
@@ -80,24 +75,3 @@ def test_a_driver_that_fails_at_the_start_leaves_no_page_behind(verb: str, short
         with pytest.raises(kind):
             LLM(tiny_checkpoint("llama"), driver=driver, max_cache_size=8 * MIB, **FIXED)
     assert (driver.usage()["ranges"], driver.usage()["handles"]) == (0, 0)
-
-
-def test_the_lock_lies_in_a_private_folder_even_without_a_runtime_folder(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for missing in ("", "/run/user/no-such-user"):
-        monkeypatch.setenv("XDG_RUNTIME_DIR", missing)
-        path = device_lock_path("cpu.lock")
-        assert path.parent.parent == tmp_path
-        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-
-
-def test_a_lock_folder_open_to_others_or_no_folder_is_refused(monkeypatch, tmp_path: Path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    folder = device_lock_path("cpu.lock").parent
-    folder.chmod(0o755)
-    with pytest.raises(DeviceError, match="0700"):
-        device_lock_path("cpu.lock")
-    folder.rmdir()
-    folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DeviceError, match="0700"):
-        device_lock_path("cpu.lock")

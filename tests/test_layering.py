@@ -36,15 +36,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "logs": {*LEAVES, "service_flags"},
     "cli": {"commands", "declare", "errors"},
     "commands": {*SETTINGS, "errors", "argv", "config", "facts", "manual", "sources", "versions", "server", "fetch"}
-    | {"bench"},
+    | {"bench", "neighbours"},
     "fetch": {"errors", "gguf_to_folder"},
     "gguf_to_folder": {"errors"},
     "bench": {"errors", "fetch"},
     "server": {*LEAVES, "service_flags", "logs", "versions"},
-    "engine": {*LEAVES, "cache", "worker", "logs"},
+    "neighbours": {"core", "errors"},
+    "engine": {*LEAVES, "cache", "worker", "neighbours", "logs"},
     "engine.sizes": {*LEAVES, "cache", "engine", "vmm"},
     # the one file that puts an engine together
-    "engine.host": {*LEAVES, "facts", "cache", "worker", "vmm", "models", "loading"},
+    "engine.host": {*LEAVES, "facts", "cache", "worker", "vmm", "models", "loading", "neighbours"},
     "llm": {*LEAVES, "config", "engine", "server", "vmm"},
     "cache": {"core", "errors"},
     "worker": {*LEAVES, "vmm", "models", "loading", "transfer"},
@@ -68,6 +69,7 @@ NEVER_LOAD_TORCH = [
     "errors",
     "server.app",
     "cache.manager",
+    "neighbours.peers",
 ]
 # import name → distribution, where they differ
 DISTRIBUTIONS = {"zmq": "pyzmq", "prometheus_client": "prometheus-client"}

@@ -63,6 +63,10 @@ class VmmConfig(Section):
         0, "bytes kept free beyond the observed execution peak; more is safer, less holds more KV", low=0,
         high=INT64_MAX, is_bytes=True, common=True,
     )  # fmt: skip
+    vmm_neighbours_dir: str = flag(
+        "", "folder in which the engines of a device meet; containers that share a device mount one, empty is the "
+        "machine's own"
+    )
 
 
 class KVCacheConfig(Section):

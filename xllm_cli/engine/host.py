@@ -7,12 +7,9 @@ for /health.
 from __future__ import annotations
 
 import logging
-import os
-import stat
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +26,7 @@ from xllm_cli.facts import resolve_device
 from xllm_cli.flags import Config
 from xllm_cli.loading import open_checkpoint
 from xllm_cli.models.registry import Model, build_model, load_config
+from xllm_cli.neighbours.folder import LOCK_NAME, device_folder
 from xllm_cli.vmm.arena import Arena
 from xllm_cli.vmm.driver import Driver, DriverInfo, VmmError, VmmShortage
 from xllm_cli.vmm.pool import PagePool
@@ -152,12 +150,17 @@ def _open_store(start: Start, spec: CacheSpec, size: CacheSize) -> KvStore:
         start.driver,
         page_bytes=page_bytes,
         fixed_pages=size.pool_pages,
-        lock_path=None if size.pool_pages is not None else device_lock_path(device.lock_name),
+        lock_path=None if size.pool_pages is not None else meeting_place(start.config, device) / LOCK_NAME,
         progress=lambda done, total: start.progress(f"creating pages: {done} of {total}"),
     )
     opened.callback(pool.close)
     arenas = [opened.enter_context(closing(Arena(start.driver, pool, nbytes))) for nbytes in sizes]
     return VirtualKvStore(arenas, pool, page_bytes, fence=device.fence)
+
+
+def meeting_place(config: Config, device: Device) -> Path:
+    """The folder where all engines of this user on the same physical device meet."""
+    return device_folder(device.meeting_name, config.vmm.vmm_neighbours_dir)
 
 
 def _facts(start: Start, info: DriverInfo, size: CacheSize) -> MemoryFacts:
@@ -170,20 +173,6 @@ def _facts(start: Start, info: DriverInfo, size: CacheSize) -> MemoryFacts:
         page_bytes=info.page_bytes if virtual else 0,
         arena_bytes=size.arena_bytes,
     )
-
-
-def device_lock_path(name: str) -> Path:
-    """The lock file `name` that all engines of this user share, in a folder only this user may enter."""
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
-    if not os.access(base, os.W_OK | os.X_OK):  # unset, or inherited by a container that has no such folder
-        base = tempfile.gettempdir()
-    folder = Path(base) / f"xllm-{os.getuid()}"
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    seen = folder.lstat()
-    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
-        raise DeviceError(f"{folder} must be a folder of mode 0700 of this user; remove it and start again")
-    return folder / name
 
 
 def warm_up(engine: Engine, context: int) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from xllm_cli.errors import DeviceError
 
+LOCK_NAME = "lock"
 BASES = (Path("/dev/shm"), Path("/tmp"))  # a private folder is made below it, and checked
 
 

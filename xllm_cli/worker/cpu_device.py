@@ -15,7 +15,7 @@ class CpuDevice:
     """See worker.device.Device."""
 
     name = "cpu"
-    lock_name = "cpu.lock"
+    meeting_name = "cpu"
     prefill_tokens = 512  # longer steps gain nothing and make everybody else wait
     pads_rows = False
     largest_range: int | None = None

@@ -24,14 +24,14 @@ class Device(Protocol):
     """One device of this process.
 
     name               what --device calls it
-    lock_name          the lock file that all engines on the same physical device share, without its folder
+    meeting_name       the folder, without its base, where all engines on the same physical device meet
     prefill_tokens     what a step prefills at most when no chunk is given
     pads_rows          rows may be padded with ones that write block 0, which then stays mapped
     largest_range      the most bytes that one tensor may reserve; None: no limit
     """
 
     name: str
-    lock_name: str
+    meeting_name: str
     prefill_tokens: int
     pads_rows: bool
     largest_range: int | None
