@@ -150,7 +150,7 @@ def test_a_service_with_tls_keys_and_a_killed_engine(
         hear(systemd, "WATCHDOG=1")
         assert server.url.startswith("https://") and pid_file.read_text() == f"{server.process.pid}\n"
         engine = engine_of(server)
-        assert " ".join(psutil.Process(server.process.pid).cmdline()).startswith("xllm serve :")
+        assert " ".join(psutil.Process(server.process.pid).cmdline()).startswith("xllm serve [rank 0] :")
         assert not {"NOTIFY_SOCKET", "XLLM_API_KEY"} & engine.environ().keys()
         trust = ssl.create_default_context(cafile=certificate)
         with httpx.Client(base_url=server.url, verify=trust, headers={"authorization": "Bearer secret-flag"}) as http:

@@ -27,6 +27,7 @@ import msgspec
 import zmq
 from setproctitle import setproctitle
 
+from xllm_cli import logs
 from xllm_cli.core import Abort, Fatal, FromEngine, Heartbeat, Loading, Request, Shutdown, StepEvents, ToEngine
 from xllm_cli.errors import RequestError, XllmError
 from xllm_cli.flags import Config
@@ -145,6 +146,7 @@ def run(runtime_dir: Path, death_fd: int) -> int:
     """Load, say Ready, serve. The exit code of the process."""
     started = time.monotonic()
     config = Config.model_validate_json((runtime_dir / "config.json").read_text())
+    logs.set_up(config.service)
     parent = Parent(runtime_dir, death_fd)
 
     def progress(phase: str) -> None:
@@ -214,9 +216,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setproctitle("xllm engine [rank 0]")
-    logging.basicConfig(
-        level=logging.INFO, format="%(levelname)s %(asctime)s [%(name)s] %(message)s", stream=sys.stderr
-    )
     return run(arguments.runtime_dir, arguments.death_fd)
 
 

@@ -1,7 +1,7 @@
 """The life of the API process: from a checked Config to an exit code. Knows every part, does no part's work.
 
-    keys and certificate → listen → pid file → runtime folder → engine → serve (503) → imports → ready → … → drain →
-    engine down → exit
+    keys and certificate → listen → pid file → log file → runtime folder → engine → serve (503) → imports → ready →
+    … → drain → engine down → exit
 
 Order matters: a taken port or a bad folder costs nothing, and the engine loads while the web framework is imported.
 """
@@ -9,17 +9,19 @@ Order matters: a taken port or a bad folder costs nothing, and the engine loads 
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
 import setproctitle
 
+from xllm_cli import logs
 from xllm_cli.errors import XllmError
-from xllm_cli.flags import Config
+from xllm_cli.flags import FLAGS, Config
 from xllm_cli.server.engine_client import EngineClient
 from xllm_cli.server.keys import ApiKeys
 from xllm_cli.server.launch import EngineProcess
@@ -28,6 +30,7 @@ from xllm_cli.server.origins import allowed_origins
 from xllm_cli.server.pid_file import PidFile
 from xllm_cli.server.runtime_folder import RuntimeFolder
 from xllm_cli.server.signals import StopSignals
+from xllm_cli.versions import versions
 
 logger = logging.getLogger(__name__)
 ENGINE_COMMAND = (sys.executable, "-m", "xllm_cli.engine.process")
@@ -42,11 +45,8 @@ def run(config: Config, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     the process at once with 130 or 143. Errors are printed, the cause last.
     """
     started = time.monotonic()
-    logging.basicConfig(
-        format="%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s",
-        datefmt="%m-%d %H:%M:%S",
-        level=config.service.log_level.upper(),
-    )
+    rank = config.distributed.node_rank or 0
+    logs.set_up(config.service)
     stop = StopSignals()
     try:
         keys = ApiKeys.of(config.security)
@@ -54,17 +54,17 @@ def run(config: Config, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
         allowed_origins(config.security)  # here for its errors
         with ExitStack() as stack:
             listener = stack.enter_context(listen(config.service.host, config.service.port))
-            setproctitle.setproctitle(
-                f"xllm serve :{listener.getsockname()[1]}"
-            )  # also hides a key on the command line
+            # also hides a key on the command line
+            setproctitle.setproctitle(f"xllm serve [rank {rank}] :{listener.getsockname()[1]}")
             pid_file = PidFile(config.service.pid_file)
             stack.callback(pid_file.remove)
+            stack.enter_context(logs.to_file(config.service, rank))
             _announce(listener, config, has_keys=bool(keys))
             folder = RuntimeFolder()
             stack.callback(folder.remove)
             return _serve(Parts(config, listener, keys, folder, pid_file), stop, started, engine_command)
     except XllmError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        logs.tell(error, config.service)
         return error.exit_code
     finally:
         stop.restore()
@@ -81,6 +81,9 @@ class Parts(NamedTuple):
 
 
 def _announce(listener: socket.socket, config: Config, *, has_keys: bool) -> None:
+    logger.info("%s, pid %d", ", ".join(f"{name} {version}" for name, version in versions().items()), os.getpid())
+    logger.info("flags: %s", " ".join(_changed(config)) or "all as they are by default")
+    logger.debug("configuration: %s", config.model_dump_json())
     where = " and ".join(urls(listener, config.security.ssl_certfile))
     logger.info("listening on %s; /health answers 503 until the model is loaded", where)
     if is_beyond_loopback(listener) and not has_keys:
@@ -88,6 +91,13 @@ def _announce(listener: socket.socket, config: Config, *, has_keys: bool) -> Non
             "listening beyond this machine without an API key: anyone who can connect can use the model "
             "(--api_key_file or XLLM_API_KEY sets one, --host=127.0.0.1 keeps it here)"
         )
+
+
+def _changed(config: Config) -> Iterator[str]:
+    """The flags that are not at their default, as one would type them; secrets are not told."""
+    for flag in FLAGS.values():
+        if flag.section != "launch" and config.value(flag.name) != flag.default:
+            yield flag.spell(config.value(flag.name))
 
 
 def _serve(parts: Parts, stop: StopSignals, started: float, engine_command: Sequence[str]) -> int:

@@ -150,12 +150,21 @@ class Service:
             logger.warning("/v1/chat/completions is off: %s", tokenizer.chat_refusal)
         self._state.tokenizer = tokenizer
         self._notifier.send("READY=1\nSTATUS=serving")
+        memory = ready.snapshot.memory
+        logger.info(
+            "device %s, driver %s (%s, pages of %d KiB), %.2f GiB in all, %.2f GiB free",
+            memory.device, memory.driver, memory.mode, memory.page_bytes >> 10, memory.total / 2**30,
+            memory.free / 2**30,
+        )  # fmt: skip
         where = " and ".join(urls(self._listener, self._config.security.ssl_certfile))
-        _say(
+        text = (
             f"xllm is ready on {where}: {self._state.model.model_id} ({ready.architecture}, {ready.dtype}), context "
             f"{ready.max_model_len} tokens, cache for {ready.capacity_tokens} tokens, "
             f"{time.monotonic() - self._started:.1f} s after the start"
         )
+        if self._config.service.log_dir:
+            logger.info("%s", text)
+        _say(text)
 
     async def _engine_ready(self) -> Ready:
         """The engine's description; a phase that lasts gets a line every ten seconds."""
