@@ -13,6 +13,7 @@
 #include "faulty_driver.h"
 #include "host_driver.h"
 #include "host_pages.h"
+#include "simulated_driver.h"
 #include "view.h"
 
 namespace nb = nanobind;
@@ -137,6 +138,18 @@ void bind_drivers(nb::module_& module) {
             self.fail(verb_from_name(verb), nth, shortage);
           },
           "verb"_a, "nth"_a, "shortage"_a, NoGil());
+  nb::class_<SimulatedDriver, Driver>(module, "SimulatedDriver")
+      .def(nb::init<std::shared_ptr<Driver>, std::uint64_t>(), "inner"_a, nb::kw_only(), "total_bytes"_a)
+      .def("take", &SimulatedDriver::take, "nbytes"_a, NoGil())
+      .def("give", &SimulatedDriver::give, "nbytes"_a, NoGil())
+      .def_prop_ro("outside", &SimulatedDriver::outside)
+      .def_prop_rw("peer", &SimulatedDriver::peer, &SimulatedDriver::set_peer)
+      .def(
+          "before",
+          [](SimulatedDriver& self, const std::string& verb, std::uint64_t nth, std::int64_t peer_bytes) {
+            self.before(verb_from_name(verb), nth, peer_bytes);
+          },
+          "verb"_a, "nth"_a, "peer_bytes"_a, NoGil());
 }
 
 }  // namespace
