@@ -15,7 +15,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from torch.utils.dlpack import from_dlpack
+import torch.utils.dlpack
 
 from xllm_cli._vmm import AnonymousMemory, Views
 from xllm_cli.vmm.driver import Driver, VmmError
@@ -35,12 +35,19 @@ DLPACK_TYPES = {
 }
 
 
-class Range:
-    """Addresses `[address, address + nbytes)` that tensors may look at; counts the views that are alive."""
+HOST = (1, 0)  # DLPack's (type, number) of the device whose memory it is
 
-    def __init__(self, address: int, nbytes: int) -> None:
+
+class Range:
+    """Addresses `[address, address + nbytes)` that tensors may look at; counts the views that are alive.
+
+    `device` is DLPack's (type, number) of the device that tensors over it belong to.
+    """
+
+    def __init__(self, address: int, nbytes: int, device: tuple[int, int] = HOST) -> None:
         self.address = address
         self.nbytes = nbytes
+        self._device = device
         self._views = Views()
         self._closed = False
 
@@ -63,8 +70,11 @@ class Range:
         steps = _contiguous(shape) if strides is None else list(strides)
         self._check_extent(shape, steps, offset=offset, itemsize=dtype.itemsize)
         code, bits = DLPACK_TYPES[dtype]
-        capsule = self._views.capsule(self.address + offset, list(shape), steps, code, bits)
-        return from_dlpack(capsule)
+        kind, number = self._device
+        capsule = self._views.capsule(self.address + offset, list(shape), steps, code, bits, kind, number)
+        # looked up now: an extension that brings a device to torch replaces it
+        view: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
+        return view
 
     def _check_extent(self, shape: Sequence[int], steps: Sequence[int], *, offset: int, itemsize: int) -> None:
         if len(shape) != len(steps) or any(n < 0 for n in (*shape, *steps)):
@@ -80,10 +90,10 @@ class Arena(Range):
     `nbytes` is rounded up to whole pages. INVARIANT: exactly the pages in `_handles` are mapped.
     """
 
-    def __init__(self, driver: Driver, pool: PagePool, nbytes: int) -> None:
+    def __init__(self, driver: Driver, pool: PagePool, nbytes: int, device: tuple[int, int] = HOST) -> None:
         self.page_bytes = pool.page_bytes
         self.num_pages = -(-nbytes // self.page_bytes)
-        super().__init__(driver.reserve(self.num_pages * self.page_bytes), self.num_pages * self.page_bytes)
+        super().__init__(driver.reserve(self.num_pages * self.page_bytes), self.num_pages * self.page_bytes, device)
         self._driver = driver
         self._handles: dict[int, int] = {}
 

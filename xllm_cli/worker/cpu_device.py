@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from xllm_cli.flags import Config
 from xllm_cli.models.ops import open_ops
 from xllm_cli.models.ops.base import Ops
-from xllm_cli.vmm.arena import AnonymousRange
+from xllm_cli.vmm.arena import HOST, AnonymousRange
 from xllm_cli.vmm.driver import Driver, open_driver
 from xllm_cli.worker.kv_store import KvStore
 from xllm_cli.worker.memory import HostMemoryObserver
@@ -19,6 +21,7 @@ class CpuDevice:
     prefill_tokens = 512  # longer steps gain nothing and make everybody else wait
     pads_rows = False
     largest_range: int | None = None
+    dlpack = HOST
 
     def __init__(self, config: Config) -> None:
         self._host = config.host
@@ -44,6 +47,10 @@ class CpuDevice:
     def open_range(self, nbytes: int) -> AnonymousRange:
         """See Device: backed as it is touched."""
         return AnonymousRange(nbytes)
+
+    def guard(self) -> AbstractContextManager[None]:
+        """See Device: its errors need no translation."""
+        return nullcontext()
 
     def fence(self) -> None:
         """See Device: there is no work in flight to wait for."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
 from xllm_cli.errors import DeviceError
@@ -17,7 +18,10 @@ from xllm_cli.vmm.driver import Driver
 from xllm_cli.worker.kv_store import KvStore, TensorRange
 from xllm_cli.worker.memory import MemoryObserver
 
-_CLASSES = {"cpu": ("xllm_cli.worker.cpu_device", "CpuDevice")}
+_CLASSES = {
+    "cpu": ("xllm_cli.worker.cpu_device", "CpuDevice"),
+    "npu": ("xllm_cli.worker.npu_device", "NpuDevice"),
+}
 
 
 class Device(Protocol):
@@ -28,6 +32,7 @@ class Device(Protocol):
     prefill_tokens     what a step prefills at most when no chunk is given
     pads_rows          rows may be padded with ones that write block 0, which then stays mapped
     largest_range      the most bytes that one tensor may reserve; None: no limit
+    dlpack             DLPack's (type, number) of tensors in its memory
     """
 
     name: str
@@ -35,6 +40,7 @@ class Device(Protocol):
     prefill_tokens: int
     pads_rows: bool
     largest_range: int | None
+    dlpack: tuple[int, int]
 
     def open_driver(self) -> Driver:
         """The driver of its memory. DeviceError if it cannot be used, with what to do about it."""
@@ -50,6 +56,11 @@ class Device(Protocol):
 
     def open_range(self, nbytes: int) -> TensorRange:
         """Ordinary memory for a physical KV tensor."""
+        ...
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around work on the device: its errors leave as a DeviceError that says what they mean. A shortage stays
+        torch.OutOfMemoryError."""
         ...
 
     def fence(self) -> None:

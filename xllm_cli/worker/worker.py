@@ -6,6 +6,8 @@ Knows nothing of requests, prefixes or budgets; a plan says everything.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -19,11 +21,19 @@ from xllm_cli.worker.sampler import sample, score
 
 
 class Worker:
-    """A model with its KV store on one device."""
+    """A model with its KV store on one device. `guard` surrounds the device's work, see worker.device.Device."""
 
     def __init__(
-        self, model: Model, store: KvStore, observer: MemoryObserver, *, block_size: int, num_blocks: int
+        self,
+        model: Model,
+        store: KvStore,
+        observer: MemoryObserver,
+        *,
+        block_size: int,
+        num_blocks: int,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._guard = guard
         self._model = model
         self._store = store
         self._observer = observer
@@ -65,7 +75,8 @@ class Worker:
     @torch.inference_mode()
     def _run(self, rows: tuple[Row, ...]) -> tuple[tuple[TokenLogprob, ...], tuple[list[TokenLogprob], ...]]:
         """(a token for each row that draws one, the scores of each row that wants them)"""
-        logits = self._model.forward(build_batch(rows, self._block_size), self._layers).numpy()
+        with self._guard():
+            logits = self._model.forward(build_batch(rows, self._block_size), self._layers).cpu().numpy()
         drawn = [row.sampling for row in rows if row.sampling is not None]
         scored = [row.scoring for row in rows if row.scoring is not None]
         return sample(logits[: len(drawn)], drawn), score(logits[len(drawn) :], scored)
