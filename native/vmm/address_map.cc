@@ -29,19 +29,42 @@ void AddressMap::check_range(Verb verb, Address address, std::size_t nbytes) con
   }
 }
 
+void AddressMap::check_handle(Verb verb, Handle handle) const {
+  if (!handles_.contains(handle)) throw Error(verb, EINVAL, 0, "handle " + std::to_string(handle) + " does not exist");
+}
+
+void AddressMap::check_idle(const std::vector<Handle>& sorted) const {
+  for (std::size_t i = 0; i < sorted.size(); ++i) {
+    check_handle(Verb::kDestroy, sorted[i]);
+    if (handles_.at(sorted[i]) != 0) {
+      throw Error(Verb::kDestroy, EBUSY, 0, "handle " + std::to_string(sorted[i]) + " is mapped");
+    }
+    if (i > 0 && sorted[i] == sorted[i - 1]) throw Error(Verb::kDestroy, EINVAL, 0, "a handle appears twice");
+  }
+}
+
+void AddressMap::check_mapped(const std::vector<Address>& sorted) const {
+  for (std::size_t i = 0; i < sorted.size(); ++i) {
+    if (!pages_.contains(sorted[i])) throw Error(Verb::kUnmap, EINVAL, sorted[i], "no page is mapped here");
+    if (i > 0 && sorted[i] == sorted[i - 1]) throw Error(Verb::kUnmap, EINVAL, sorted[i], "an address appears twice");
+  }
+}
+
 void AddressMap::insert(const Page& page) {
+  check_handle(Verb::kMap, page.handle);
   auto range = ranges_.upper_bound(page.address);
   const bool inside = range != ranges_.begin() && page.address - (--range)->first < range->second;
   if (!inside || (page.address - range->first) % page_bytes_ != 0) {
     throw Error(Verb::kMap, EINVAL, page.address, "not a page of a reserved range");
   }
   if (!pages_.emplace(page.address, page.handle).second) throw Error(Verb::kMap, EBUSY, page.address, "already mapped");
+  ++handles_.at(page.handle);
   runs_ += 1 - joined(page.address - page_bytes_, page.address) - joined(page.address, page.address + page_bytes_);
 }
 
-Handle AddressMap::erase(Address address) {
+void AddressMap::erase(Address address) {
   runs_ -= 1 - joined(address - page_bytes_, address) - joined(address, address + page_bytes_);
-  return pages_.extract(address).mapped();
+  --handles_.at(pages_.extract(address).mapped());
 }
 
 bool AddressMap::joined(Address low, Address high) const {
@@ -71,6 +94,7 @@ std::int64_t AddressMap::process_vmas() { return process_total; }
 
 void AddressMap::clear() {
   pages_.clear();
+  handles_.clear();
   ranges_.clear();
   runs_ = 0;
   settle();

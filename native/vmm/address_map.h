@@ -1,5 +1,5 @@
-// What lies where: the reserved ranges of a driver, the page at every mapped address, and how many kernel mappings
-// (VMAs) that takes. Makes no system call except reading the kernel's limit.
+// The books of a driver: its handles, its reserved ranges, which handle is mapped at which address, and how many kernel
+// mappings (VMAs) that takes. Makes no system call except reading the kernel's limit.
 //
 // INVARIANT. A run is a maximal series of mapped pages whose addresses and slots both rise by one; the kernel merges
 //   it into one mapping. vmas = 2 · runs + ranges bounds from above what the kernel has: each run and one gap after it,
@@ -8,6 +8,8 @@
 
 #include <cstdint>
 #include <map>
+#include <unordered_map>
+#include <vector>
 
 #include "driver.h"
 
@@ -25,9 +27,14 @@ class AddressMap {
   void remove_range(Address address) { ranges_.erase(address); }
   void check_range(Verb verb, Address address, std::size_t nbytes) const;  // it is one and empty, else Error
 
-  void insert(const Page& page);  // Error(map) unless it is a free page of a range
-  Handle erase(Address address);  // REQUIRES contains(address)
-  bool contains(Address address) const { return pages_.contains(address); }
+  void add_handle(Handle handle) { handles_.emplace(handle, 0); }
+  void remove_handle(Handle handle) { handles_.erase(handle); }
+  void check_handle(Verb verb, Handle handle) const;            // it exists, else Error
+  void check_idle(const std::vector<Handle>& sorted) const;     // they exist, once each, mapped nowhere; Error(destroy)
+  void check_mapped(const std::vector<Address>& sorted) const;  // pages are mapped there, once each; Error(unmap)
+
+  void insert(const Page& page);  // Error(map) unless the handle exists and the address is a free page of a range
+  void erase(Address address);    // REQUIRES a page mapped there
   bool joined(Address low, Address high) const;  // both mapped, in adjacent slots
 
   // Brings the process-wide count up to date. charge throws Shortage when the limit would be passed; settle never
@@ -36,7 +43,8 @@ class AddressMap {
   void settle();
 
   const std::map<Address, std::size_t>& ranges() const { return ranges_; }
-  std::size_t num_pages() const { return pages_.size(); }
+  const std::map<Address, Handle>& pages() const { return pages_; }
+  std::size_t num_handles() const { return handles_.size(); }
   std::int64_t num_vmas() const { return charged_; }
   static std::int64_t process_vmas();
   void clear();
@@ -48,6 +56,7 @@ class AddressMap {
   const std::int64_t vma_limit_;
   std::map<Address, std::size_t> ranges_;
   std::map<Address, Handle> pages_;
+  std::unordered_map<Handle, std::uint32_t> handles_;  // → how many addresses it is mapped at
   std::int64_t runs_ = 0;
   std::int64_t charged_ = 0;  // our part of the process-wide count
 };

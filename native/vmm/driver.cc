@@ -1,6 +1,7 @@
 #include "driver.h"
 
 #include <cstring>
+#include <sstream>
 #include <utility>
 
 namespace xllm::vmm {
@@ -35,7 +36,21 @@ void Driver::reset_counts() {
   for (auto& counter : pages_) counter = 0;
 }
 
-std::uint64_t Driver::count_call(Verb verb, std::uint64_t pages) {
+std::string Driver::last_failure() const {
+  const std::lock_guard lock(failure_mutex_);
+  return failure_;
+}
+
+void Driver::note_failure(Verb verb, int code, Address address, const std::string& text) {
+  std::ostringstream line;
+  line << verb_name(verb);
+  if (address != 0) line << " at 0x" << std::hex << address << std::dec;
+  line << ": " << text << " (code " << code << ")";
+  const std::lock_guard lock(failure_mutex_);
+  failure_ = line.str();
+}
+
+std::uint64_t Driver::count_call(Verb verb, std::uint64_t pages) const {
   ++calls_[static_cast<std::size_t>(verb)];
   return pages_[static_cast<std::size_t>(verb)].fetch_add(pages);
 }

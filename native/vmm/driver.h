@@ -5,8 +5,11 @@
 // REQUIRES, for every driver; a caller that breaks one gets Error(EINVAL or EBUSY) and nothing has changed:
 //   * sizes are multiples of info().page_bytes; addresses lie at a page boundary of a reserved range;
 //   * map: the address is free; unmap: it is mapped; destroy: the handle is mapped nowhere;
-//   * release: the very range that reserve returned, with no page mapped in it;
+//   * reserve: at most info().max_reserve_bytes; release: the very range that reserve returned, with no page mapped in it;
 //   * no address and no handle appears twice in a batch (map may repeat a handle where info().can_alias).
+// REQUIRES, and no driver can check it: unmap and destroy: no work of the device, running or queued, touches the page. A
+//   driver knows no streams and waits for none; on acl a kernel that meets an unmapped page loses the whole context.
+//   The caller fences first (worker/kv_store.py).
 //
 // OUTCOMES. Shortage: out of pages, memory or address-space entries; an expected miss, try again later. Error: the
 //   device or the caller is at fault. create and map are all or nothing: on failure everything they did is undone.
@@ -28,7 +31,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -38,8 +43,9 @@ namespace xllm::vmm {
 using Address = std::uintptr_t;
 using Handle = std::uint64_t;  // never 0; not reused soon after destroy; sorts by place in the memory
 
-enum class Verb : std::uint8_t { kReserve, kRelease, kCreate, kDestroy, kMap, kUnmap };
-inline constexpr std::array<const char*, 6> kVerbNames{"reserve", "release", "create", "destroy", "map", "unmap"};
+enum class Verb : std::uint8_t { kReserve, kRelease, kCreate, kDestroy, kMap, kUnmap, kInfo };
+inline constexpr std::array<const char*, 7> kVerbNames{"reserve", "release", "create", "destroy",
+                                                       "map",     "unmap",   "info"};
 
 const char* verb_name(Verb verb);
 Verb verb_from_name(const std::string& name);  // throws std::invalid_argument
@@ -59,13 +65,16 @@ class Shortage : public Error {
   using Error::Error;
 };
 
+inline constexpr std::size_t kNoLargestRange = std::numeric_limits<std::size_t>::max();
+
 struct Info {
-  std::string name;        // "host", …
-  std::string mode;        // "huge", "4k"
-  std::size_t page_bytes;  // the mapping unit
-  std::uint64_t total;     // bytes of the device, the smallest limit that applies
-  std::uint64_t free;      // bytes that could be created now; a fresh reading, advisory
-  bool can_alias;          // one handle may be mapped at several addresses
+  std::string name;               // "host", "acl"
+  std::string mode;               // host: "huge", "4k"; acl: "hbm"
+  std::size_t page_bytes;         // the mapping unit
+  std::uint64_t total;            // bytes of the device, the smallest limit that applies
+  std::uint64_t free;             // bytes that could be created now; a fresh reading, advisory
+  bool can_alias;                 // one handle may be mapped at several addresses
+  std::size_t max_reserve_bytes;  // the largest range; kNoLargestRange: as large as there are addresses
 };
 
 struct Page {
@@ -93,22 +102,27 @@ class Driver {
   virtual std::vector<Handle> destroy(std::vector<Handle> handles) = 0;
   virtual void map(std::vector<Page> pages) = 0;
   virtual std::vector<Address> unmap(std::vector<Address> addresses) = 0;
-  virtual Export export_handle(Handle handle) = 0;
-  virtual std::uint64_t memfd_bytes() const = 0;  // physical bytes, as the kernel counts them
+  virtual Export export_handle(Handle handle) = 0;  // Error(create) where pages have no descriptor
+  virtual std::uint64_t memfd_bytes() const = 0;    // physical bytes, as the kernel counts them where it can be asked
   // Now: handles, mapped, ranges, and kernel mappings of this driver (vmas) and of all (process_vmas).
   virtual std::map<std::string, std::uint64_t> usage() const = 0;
   virtual void close() = 0;  // idempotent; all pages are gone afterwards
 
   std::map<std::string, std::uint64_t> counts() const;  // since reset_counts: calls ("map") and pages ("map_pages")
   void reset_counts();
+  // Why the last page that unmap or destroy returned as failed did fail; empty: none did.
+  virtual std::string last_failure() const;
 
  protected:
   // Notes a call; returns how many pages of this verb were counted before it.
-  std::uint64_t count_call(Verb verb, std::uint64_t pages);
+  std::uint64_t count_call(Verb verb, std::uint64_t pages) const;
+  void note_failure(Verb verb, int code, Address address, const std::string& text);
 
  private:
-  std::array<std::atomic<std::uint64_t>, kVerbNames.size()> calls_{};
-  std::array<std::atomic<std::uint64_t>, kVerbNames.size()> pages_{};
+  mutable std::array<std::atomic<std::uint64_t>, kVerbNames.size()> calls_{};
+  mutable std::array<std::atomic<std::uint64_t>, kVerbNames.size()> pages_{};
+  mutable std::mutex failure_mutex_;
+  std::string failure_;
 };
 
 }  // namespace xllm::vmm

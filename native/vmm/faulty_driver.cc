@@ -19,7 +19,7 @@ void FaultyDriver::fail(Verb verb, std::uint64_t nth, bool shortage) {
   faults_[{verb, nth}] = shortage;
 }
 
-std::optional<FaultyDriver::Fault> FaultyDriver::next_fault(Verb verb, std::size_t pages) {
+std::optional<FaultyDriver::Fault> FaultyDriver::next_fault(Verb verb, std::size_t pages) const {
   const std::lock_guard lock(mutex_);
   const std::uint64_t before = count_call(verb, pages);
   const auto found = faults_.upper_bound({verb, before});
@@ -29,7 +29,10 @@ std::optional<FaultyDriver::Fault> FaultyDriver::next_fault(Verb verb, std::size
   return fault;
 }
 
-Info FaultyDriver::info() const { return inner_->info(); }
+Info FaultyDriver::info() const {
+  if (const auto fault = next_fault(Verb::kInfo, 1)) raise_planned(Verb::kInfo, fault->shortage, 0);
+  return inner_->info();
+}
 
 Address FaultyDriver::reserve(std::size_t nbytes) {
   if (const auto fault = next_fault(Verb::kReserve, 1)) raise_planned(Verb::kReserve, fault->shortage, 0);
@@ -52,6 +55,7 @@ std::vector<Handle> FaultyDriver::destroy(std::vector<Handle> handles) {
   const auto fault = next_fault(Verb::kDestroy, handles.size());
   if (!fault) return inner_->destroy(std::move(handles));
   const Handle kept = handles[fault->index];
+  note_failure(Verb::kDestroy, EIO, 0, "planned failure");
   handles.erase(handles.begin() + static_cast<std::ptrdiff_t>(fault->index));
   auto failed = inner_->destroy(std::move(handles));
   failed.push_back(kept);
@@ -74,6 +78,7 @@ std::vector<Address> FaultyDriver::unmap(std::vector<Address> addresses) {
   const auto fault = next_fault(Verb::kUnmap, addresses.size());
   if (!fault) return inner_->unmap(std::move(addresses));
   const Address kept = addresses[fault->index];
+  note_failure(Verb::kUnmap, EIO, kept, "planned failure");
   addresses.erase(addresses.begin() + static_cast<std::ptrdiff_t>(fault->index));
   auto failed = inner_->unmap(std::move(addresses));
   failed.push_back(kept);
@@ -83,6 +88,10 @@ std::vector<Address> FaultyDriver::unmap(std::vector<Address> addresses) {
 Export FaultyDriver::export_handle(Handle handle) { return inner_->export_handle(handle); }
 std::uint64_t FaultyDriver::memfd_bytes() const { return inner_->memfd_bytes(); }
 std::map<std::string, std::uint64_t> FaultyDriver::usage() const { return inner_->usage(); }
+std::string FaultyDriver::last_failure() const {
+  const std::string planned = Driver::last_failure();
+  return planned.empty() ? inner_->last_failure() : planned;
+}
 void FaultyDriver::close() { inner_->close(); }
 
 }  // namespace xllm::vmm

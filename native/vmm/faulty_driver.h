@@ -1,10 +1,10 @@
 // A driver that fails on purpose: the adversary of everything built on the seam.
 //
-// It forwards to another driver and counts PAGES per verb (reserve and release count as one each). fail(verb, n) makes
+// It forwards to another driver and counts PAGES per verb (reserve, release and info count as one each). fail(verb, n) makes
 // the n-th page of that verb, counted from 1 since reset_counts(), fail once:
-//   reserve, release   throws before anything happened
-//   create, map        the pages before it in the batch are really done, then undone, then Error or Shortage is thrown
-//   unmap, destroy     every other page of the batch is done, this one is returned as failed (still mapped / valid)
+//   reserve, release, info   throws before anything happened
+//   create, map              the pages before it in the batch are really done, then undone, then Error or Shortage is thrown
+//   unmap, destroy           every other page of the batch is done, this one is returned as failed (still mapped / valid)
 // so a batch of k pages has k different ways to fail.
 #pragma once
 
@@ -34,6 +34,7 @@ class FaultyDriver final : public Driver {
   Export export_handle(Handle handle) override;
   std::uint64_t memfd_bytes() const override;
   std::map<std::string, std::uint64_t> usage() const override;
+  std::string last_failure() const override;
   void close() override;
 
  private:
@@ -43,11 +44,11 @@ class FaultyDriver final : public Driver {
   };
 
   // The planned failure that falls into the next `pages` pages of `verb`, which it uses up; counts the call.
-  std::optional<Fault> next_fault(Verb verb, std::size_t pages);
+  std::optional<Fault> next_fault(Verb verb, std::size_t pages) const;
 
   std::shared_ptr<Driver> inner_;
-  std::mutex mutex_;
-  std::map<std::pair<Verb, std::uint64_t>, bool> faults_;  // (verb, nth) → shortage
+  mutable std::mutex mutex_;
+  mutable std::map<std::pair<Verb, std::uint64_t>, bool> faults_;  // (verb, nth) → shortage
 };
 
 }  // namespace xllm::vmm

@@ -44,13 +44,15 @@ HostDriver::HostDriver(const HostOptions& options)
 HostDriver::~HostDriver() { close(); }
 
 Info HostDriver::info() const {
+  count_call(Verb::kInfo, 1);
   MemoryReading reading = memory_.read();
   if (options_.total_bytes != 0) {
     const std::uint64_t owned = owned_;
     reading.total = std::min(reading.total, options_.total_bytes);
     reading.free = std::min(reading.free, options_.total_bytes - std::min(options_.total_bytes, owned));
   }
-  return {"host", options_.huge ? "huge" : "4k", options_.page_bytes, reading.total, reading.free, true};
+  const char* const mode = options_.huge ? "huge" : "4k";
+  return {"host", mode, options_.page_bytes, reading.total, reading.free, true, kNoLargestRange};
 }
 
 void HostDriver::check_open(Verb verb) const {
@@ -113,17 +115,13 @@ void HostDriver::back(const std::vector<std::uint32_t>& slots) {
 std::vector<std::uint32_t> HostDriver::punch(const std::vector<std::uint32_t>& slots) {
   std::vector<std::uint32_t> kept;
   for_each_extent(slots, options_.page_bytes, [&](Extent extent, std::size_t first, std::size_t last) {
-    if (punch_hole(file_.get(), extent) == 0) return;
+    const int code = punch_hole(file_.get(), extent);
+    if (code == 0) return;
+    note_failure(Verb::kDestroy, code, 0, std::strerror(code));
     kept.insert(kept.end(), slots.begin() + static_cast<std::ptrdiff_t>(first),
                 slots.begin() + static_cast<std::ptrdiff_t>(last));
   });
   return kept;
-}
-
-std::uint32_t& HostDriver::known_handle(Verb verb, Handle handle) {
-  const auto known = handles_.find(handle);
-  if (known == handles_.end()) throw Error(verb, EINVAL, 0, "handle " + std::to_string(handle) + " does not exist");
-  return known->second;
 }
 
 std::vector<Handle> HostDriver::create(std::size_t count) {
@@ -160,7 +158,7 @@ std::vector<Handle> HostDriver::create(std::size_t count) {
   for (const std::uint32_t slot : slots) {
     if (next_serial_ == 0) next_serial_ = 1;
     handles.push_back(Handle{slot} << 32 | next_serial_++);
-    handles_.emplace(handles.back(), 0);
+    addresses_.add_handle(handles.back());
   }
   return handles;
 }
@@ -170,14 +168,9 @@ std::vector<Handle> HostDriver::destroy(std::vector<Handle> handles) {
   count_call(Verb::kDestroy, handles.size());
   check_open(Verb::kDestroy);
   std::sort(handles.begin(), handles.end());
+  addresses_.check_idle(handles);
   std::vector<std::uint32_t> slots;
-  for (std::size_t i = 0; i < handles.size(); ++i) {
-    if (known_handle(Verb::kDestroy, handles[i]) != 0) {
-      throw Error(Verb::kDestroy, EBUSY, 0, "handle " + std::to_string(handles[i]) + " is mapped");
-    }
-    if (i > 0 && handles[i] == handles[i - 1]) throw Error(Verb::kDestroy, EINVAL, 0, "a handle appears twice");
-    slots.push_back(slot_of(handles[i]));
-  }
+  for (const Handle handle : handles) slots.push_back(slot_of(handle));
   const std::vector<std::uint32_t> kept = punch(slots);
   std::vector<Handle> failed;
   for (const Handle handle : handles) {
@@ -186,24 +179,12 @@ std::vector<Handle> HostDriver::destroy(std::vector<Handle> handles) {
       failed.push_back(handle);
       continue;
     }
-    handles_.erase(handle);
+    addresses_.remove_handle(handle);
     slots_.give(slot);
     owned_ -= options_.page_bytes;
   }
   return failed;
 }
-
-void HostDriver::insert(const Page& page) {
-  ++known_handle(Verb::kMap, page.handle);
-  try {
-    addresses_.insert(page);
-  } catch (const Error&) {
-    --handles_.at(page.handle);
-    throw;
-  }
-}
-
-void HostDriver::erase(Address address) { --handles_.at(addresses_.erase(address)); }
 
 void HostDriver::put_pages(const std::vector<Page>& pages) {
   for (std::size_t first = 0, last; first < pages.size(); first = last) {
@@ -228,11 +209,11 @@ void HostDriver::map(std::vector<Page> pages) {
   std::sort(pages.begin(), pages.end(), [](const Page& a, const Page& b) { return a.address < b.address; });
   std::size_t inserted = 0;
   try {
-    for (; inserted < pages.size(); ++inserted) insert(pages[inserted]);
+    for (; inserted < pages.size(); ++inserted) addresses_.insert(pages[inserted]);
     addresses_.charge(Verb::kMap);
     put_pages(pages);
   } catch (...) {
-    while (inserted > 0) erase(pages[--inserted].address);
+    while (inserted > 0) addresses_.erase(pages[--inserted].address);
     addresses_.settle();
     throw;
   }
@@ -242,19 +223,16 @@ std::vector<Address> HostDriver::unmap(std::vector<Address> addresses) {
   const std::lock_guard lock(mutex_);
   count_call(Verb::kUnmap, addresses.size());
   std::sort(addresses.begin(), addresses.end());
-  for (std::size_t i = 0; i < addresses.size(); ++i) {
-    if (!addresses_.contains(addresses[i])) throw Error(Verb::kUnmap, EINVAL, addresses[i], "no page is mapped here");
-    if (i > 0 && addresses[i] == addresses[i - 1])
-      throw Error(Verb::kUnmap, EINVAL, addresses[i], "an address appears twice");
-  }
+  addresses_.check_mapped(addresses);
   std::vector<Address> failed;
   for (std::size_t first = 0, last; first < addresses.size(); first = last) {
     for (last = first + 1; last < addresses.size() && addresses[last] == addresses[last - 1] + options_.page_bytes;)
       ++last;
-    const bool covered = spare_.cover(addresses[first], (last - first) * options_.page_bytes) == 0;
+    const int code = spare_.cover(addresses[first], (last - first) * options_.page_bytes);
+    if (code != 0) note_failure(Verb::kUnmap, code, addresses[first], std::strerror(code));
     for (std::size_t i = first; i < last; ++i) {
-      if (covered) {
-        erase(addresses[i]);
+      if (code == 0) {
+        addresses_.erase(addresses[i]);
       } else {
         failed.push_back(addresses[i]);
       }
@@ -266,7 +244,7 @@ std::vector<Address> HostDriver::unmap(std::vector<Address> addresses) {
 
 Export HostDriver::export_handle(Handle handle) {
   const std::lock_guard lock(mutex_);
-  known_handle(Verb::kCreate, handle);
+  addresses_.check_handle(Verb::kCreate, handle);
   const int fd = ::fcntl(file_.get(), F_DUPFD_CLOEXEC, 0);
   if (fd < 0) throw Error(Verb::kCreate, errno, 0, std::string("duplicate the memory file: ") + std::strerror(errno));
   return {fd, offset_of(handle), options_.page_bytes};
@@ -281,8 +259,8 @@ std::uint64_t HostDriver::memfd_bytes() const {
 
 std::map<std::string, std::uint64_t> HostDriver::usage() const {
   const std::lock_guard lock(mutex_);
-  return {{"handles", handles_.size()},
-          {"mapped", addresses_.num_pages()},
+  return {{"handles", addresses_.num_handles()},
+          {"mapped", addresses_.pages().size()},
           {"ranges", addresses_.ranges().size()},
           {"vmas", static_cast<std::uint64_t>(addresses_.num_vmas())},
           {"process_vmas", static_cast<std::uint64_t>(AddressMap::process_vmas())}};
@@ -292,7 +270,6 @@ void HostDriver::close() {
   const std::lock_guard lock(mutex_);
   for (const auto& [address, nbytes] : addresses_.ranges()) spare_.cover(address, nbytes);
   addresses_.clear();
-  handles_.clear();
   owned_ = 0;
   file_ = Fd();
 }

@@ -16,7 +16,6 @@
 
 #include <mutex>
 #include <optional>
-#include <unordered_map>
 
 #include "address_map.h"
 #include "driver.h"
@@ -55,12 +54,8 @@ class HostDriver final : public Driver {
   std::uint64_t offset_of(Handle handle) const { return std::uint64_t{slot_of(handle)} * options_.page_bytes; }
   void check_open(Verb verb) const;
   void check_room(std::size_t count) const;
-  std::uint32_t& known_handle(Verb verb, Handle handle);  // how many addresses it is mapped at
   void back(const std::vector<std::uint32_t>& slots);
   std::vector<std::uint32_t> punch(const std::vector<std::uint32_t>& slots);
-
-  void insert(const Page& page);
-  void erase(Address address);
   void put_pages(const std::vector<Page>& pages);
 
   const HostOptions options_;
@@ -73,7 +68,6 @@ class HostDriver final : public Driver {
   SpareMapping spare_;
   Slots slots_;
   std::uint32_t next_serial_ = 1;
-  std::unordered_map<Handle, std::uint32_t> handles_;  // → how many addresses it is mapped at
   AddressMap addresses_;
 };
 

@@ -37,6 +37,7 @@ class SimulatedDriver final : public Driver {
   Export export_handle(Handle handle) override;
   std::uint64_t memfd_bytes() const override;
   std::map<std::string, std::uint64_t> usage() const override;
+  std::string last_failure() const override { return inner_->last_failure(); }
   void close() override;
 
  private:
