@@ -265,7 +265,7 @@ def test_page_sizes_that_cannot_be(page_bytes: int) -> None:
         open_driver("cpu", page_bytes=page_bytes or 4096, mode="huge")
 
 
-@pytest.mark.parametrize(("device", "mode"), [("npu", "auto"), ("cuda", "auto"), ("tpu", "auto"), ("cpu", "gigantic")])
+@pytest.mark.parametrize(("device", "mode"), [("cuda", "auto"), ("tpu", "auto"), ("cpu", "gigantic")])
 def test_devices_and_modes_that_are_not_there(device: str, mode: str) -> None:
     with pytest.raises(DeviceError, match=r"--device=cpu|is not one of auto, huge, 4k"):
         open_driver(device, mode=mode)

@@ -10,6 +10,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "acl_driver.h"
 #include "faulty_driver.h"
 #include "host_driver.h"
 #include "host_pages.h"
@@ -108,7 +109,8 @@ void bind_drivers(nb::module_& module) {
       .def_ro("page_bytes", &Info::page_bytes)
       .def_ro("total", &Info::total)
       .def_ro("free", &Info::free)
-      .def_ro("can_alias", &Info::can_alias);
+      .def_ro("can_alias", &Info::can_alias)
+      .def_ro("max_reserve_bytes", &Info::max_reserve_bytes);
   nb::class_<Driver>(module, "Driver")
       .def("info", &Driver::info, NoGil())
       .def("reserve", &Driver::reserve, "nbytes"_a, NoGil())
@@ -122,6 +124,7 @@ void bind_drivers(nb::module_& module) {
       .def("reset_counts", &Driver::reset_counts, NoGil())
       .def("usage", &Driver::usage, NoGil())
       .def("memfd_bytes", &Driver::memfd_bytes, NoGil())
+      .def("last_failure", &Driver::last_failure, NoGil())
       .def("close", &Driver::close, NoGil());
   nb::class_<HostDriver, Driver>(module, "HostDriver")
       .def(
@@ -130,6 +133,14 @@ void bind_drivers(nb::module_& module) {
              std::optional<std::uint8_t> poison,
              std::int64_t vma_limit) { new (self) HostDriver({huge, page_bytes, total_bytes, poison, vma_limit}); },
           nb::kw_only(), "huge"_a, "page_bytes"_a, "total_bytes"_a = 0, "poison"_a = nb::none(), "vma_limit"_a = 0);
+  nb::class_<AclDriver, Driver>(module, "AclDriver")
+      .def(
+          "__init__",
+          [](AclDriver* self, std::string library, int device, std::optional<std::size_t> page_bytes,
+             std::uint64_t total_bytes) {
+            new (self) AclDriver({std::move(library), device, page_bytes, total_bytes});
+          },
+          nb::kw_only(), "library"_a = "", "device"_a = 0, "page_bytes"_a = nb::none(), "total_bytes"_a = 0, NoGil());
   nb::class_<FaultyDriver, Driver>(module, "FaultyDriver")
       .def(nb::init<std::shared_ptr<Driver>>(), "inner"_a)
       .def(
@@ -161,6 +172,10 @@ NB_MODULE(_vmm, module) {
   bind_drivers(module);
   nb::class_<Probe>(module, "Probe").def_ro("huge", &Probe::huge).def_ro("reason", &Probe::reason);
   module.def("probe_host", &probe_host, NoGil());
+  nb::class_<AclProbe>(module, "AclProbe")
+      .def_ro("num_devices", &AclProbe::num_devices)
+      .def_ro("reason", &AclProbe::reason);
+  module.def("probe_acl", &probe_acl, "library"_a = "", NoGil());
   module.def(
       "host_memory",
       [](const std::string& root) {
