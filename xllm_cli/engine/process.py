@@ -189,6 +189,13 @@ def _wait_politely() -> None:
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
+def _load_no_extension() -> None:
+    """Keep `import torch` from importing device packages by itself: one whose vendor's libraries are missing makes it
+    fail, whatever the device. A device imports its own. Whoever sets the variable decides.
+    """
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+
 def _end_when_orphaned(death_fd: int) -> None:
     """End the process soon after the server closed the pipe or died, whatever the loop is doing then."""
 
@@ -211,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _die_with_parent()
     _end_when_orphaned(arguments.death_fd)
     _wait_politely()
+    _load_no_extension()
     os.set_inheritable(arguments.death_fd, False)
     # the server decides when to end; a terminal's Ctrl-C and `pkill xllm` reach this process too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
