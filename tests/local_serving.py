@@ -19,7 +19,8 @@ from scripted_engine import EOS, VOCAB, ScriptedEngine
 from xllm_cli.config import make_config
 from xllm_cli.core import Ready
 from xllm_cli.engine.host import build_engine
-from xllm_cli.engine.process import Parent, serve
+from xllm_cli.engine.loop import Loop
+from xllm_cli.engine.parent import Parent
 from xllm_cli.server.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -51,7 +52,7 @@ class LocalServing:
     def _run(self) -> None:
         parent = Parent(self._folder, self._death[0])
         parent.send(self._ready)
-        serve(self._engine, parent)
+        Loop(self._engine, parent).run()
         parent.close()
         assert self._engine.close()
 

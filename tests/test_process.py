@@ -34,9 +34,11 @@ from xllm_cli.core import (
     StepEvents,
     ToEngine,
 )
-from xllm_cli.engine import process
+from xllm_cli.engine import loop
+from xllm_cli.engine import parent as parent_module
 from xllm_cli.engine.engine import Engine
-from xllm_cli.engine.process import Parent
+from xllm_cli.engine.loop import Loop
+from xllm_cli.engine.parent import Parent
 from xllm_cli.flags import Config
 
 ROOT = Path(__file__).parent.parent
@@ -210,15 +212,15 @@ def in_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Engine, Parent, zmq.Socket, zmq.Socket]]:
     """The loop over an engine in this process, with short patience: (engine, parent, requests, events)."""
-    monkeypatch.setattr(process, "SEND_QUEUE", 4)
-    monkeypatch.setattr(process, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(parent_module, "SEND_QUEUE", 4)
+    monkeypatch.setattr(loop, "STALL_SECONDS", 0.05)
     read_end, death_pipe = os.pipe()
     context = zmq.Context()
     requests = bound(context, zmq.PUSH, tmp_path / "to_engine")
     events = bound(context, zmq.PULL, tmp_path / "from_engine", receive_queue=1)
     parent = Parent(tmp_path, read_end)
     with LLM(tiny_checkpoint("llama"), **FLAGS) as llm, ThreadPoolExecutor(1) as pool:
-        serving = pool.submit(process.serve, llm.engine, parent)
+        serving = pool.submit(Loop(llm.engine, parent).run)
         try:
             yield InThread(llm.engine, parent, requests, events)
         finally:

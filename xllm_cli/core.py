@@ -86,7 +86,22 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the engine process now; the server has drained or given up."""
 
 
-ToEngine = Request | Abort | Shutdown
+class SetLimit(msgspec.Struct, frozen=True, tag="set_limit"):
+    """Cap the KV cache at `bytes` from now on; None lifts the cap. Answered by Done."""
+
+    command_id: str
+    bytes: int | None = None
+
+
+class Trim(msgspec.Struct, frozen=True, tag="trim"):
+    """Give back what no request uses, spares before cached blocks; `bytes` None is all of it. Answered by Done."""
+
+    command_id: str
+    bytes: int | None = None
+
+
+Command = SetLimit | Trim
+ToEngine = Request | Abort | Shutdown | Command
 
 # --- answers: engine → server --------------------------------------------------------------------------------------
 
@@ -156,7 +171,8 @@ LimitedBy = Literal["arena", "max_cache_size", "max_memory_utilization", "limit"
 class VmmReport(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of GET /vmm and LLM.memory(). Bytes unless named otherwise; DESIGN.md §7 has the equations.
 
-    `budget` is what each limit in force lets be mapped now; `headroom` is the least of them.
+    `budget` is what each limit in force lets be mapped now; `headroom` is the least of them. `neighbours` are the bytes
+    `asked` of other engines of the device and `received` from them, and those `given` to them.
     """
 
     device: str = "cpu"
@@ -186,6 +202,7 @@ class VmmReport(msgspec.Struct, frozen=True, kw_only=True):
     possible: int = 0
     ranks: list[dict[str, int]] = []
     models: dict[str, dict[str, int | str]] = {}
+    neighbours: dict[str, int] = {}
     tensors: list[dict[str, int | str]] = []
     pages_mapped_total: int = 0
     pages_unmapped_total: int = 0
@@ -248,7 +265,16 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     exit_code: int = 1
 
 
-FromEngine = StepEvents | Loading | Ready | Heartbeat | Fatal
+class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
+    """A command took effect. `freed` bytes went back to the device; `snapshot` is the state after it."""
+
+    command_id: str
+    freed: int
+    seconds: float
+    snapshot: Snapshot
+
+
+FromEngine = StepEvents | Loading | Ready | Heartbeat | Fatal | Done
 
 # --- memory: model → cache → worker --------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from xllm_cli.engine.report import Reporter
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.engine.sequence import Sequence
 from xllm_cli.errors import RequestError
+from xllm_cli.neighbours.peers import PeerCounters
 from xllm_cli.worker.group import Group
 from xllm_cli.worker.sampler import philox
 
@@ -178,6 +179,37 @@ class Engine:
         if self.has_work:
             time.sleep(self.seconds_until_due() or 0)
 
+    def set_limit(self, nbytes: int | None) -> None:
+        """Cap KV bytes (None: no cap). With the next step idle blocks above it leave, then those of the youngest."""
+        self._cache.set_limit(nbytes)
+
+    def trim(self, nbytes: int | None = None) -> int:
+        """Let up to `nbytes` (None: all) that no request uses leave with the next step; returns how many will."""
+        return self._cache.forget_bytes(self._cache.bands()["mapped"] if nbytes is None else nbytes)
+
+    def look(self) -> None:
+        """See now, not with the next step, what is free: somebody gave memory back."""
+        self._cache.observe(self._group.observe())
+
+    def report_neighbours(self, counters: PeerCounters) -> None:
+        """Show these counters with the memory."""
+        self._reporter.peers = counters
+
+    @property
+    def gives_back(self) -> bool:
+        """Pages that leave go back to the device, where others can have them."""
+        return self._cache.limits.elastic
+
+    @property
+    def short_bytes(self) -> int:
+        """What the head of the queue lacks of the device's free memory; 0 if it waits for nothing that others hold."""
+        if self._scheduler.waiting_for != "memory" or not self._scheduler.waiting:
+            return 0
+        room, seen = self._cache.headroom(), self._cache.observations[0]
+        if room.limited_by != "free_memory" or seen.total - seen.free <= seen.owned:
+            return 0
+        return max(self._cache.page_bytes, self._needed_bytes(self._scheduler.waiting[0]) - room.bytes)
+
     def start_counting(self) -> None:
         """The engine is ready: forget what the start-up cached and counted."""
         self._cache.forget_all()
@@ -292,10 +324,12 @@ class Engine:
         self.abort(head.request.request_id)
         return [refusal(head.request.request_id, self._shortage(head))]
 
+    def _needed_bytes(self, sequence: Sequence) -> int:
+        """KV bytes that admit a waiting sequence: its prompt and one block."""
+        return self._bytes_for(min(len(sequence.tokens) + self._cache.block_size, sequence.most_positions))
+
     def _shortage(self, sequence: Sequence) -> RequestError:
-        cache = self._cache
-        needed = self._bytes_for(min(len(sequence.tokens) + cache.block_size, sequence.most_positions))
-        headroom = cache.headroom()
+        needed, headroom = self._needed_bytes(sequence), self._cache.headroom()
         return RequestError(
             f"no memory for {self._limits.memory_wait_seconds:g} s: {needed} bytes of KV cache are needed, "
             f"{max(0, headroom.bytes)} may be mapped now (limited by {headroom.limited_by})",

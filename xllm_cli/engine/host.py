@@ -27,6 +27,7 @@ from xllm_cli.flags import Config
 from xllm_cli.loading import open_checkpoint
 from xllm_cli.models.registry import Model, build_model, load_config
 from xllm_cli.neighbours.folder import LOCK_NAME, device_folder
+from xllm_cli.neighbours.peers import Neighbours
 from xllm_cli.vmm.arena import Arena
 from xllm_cli.vmm.driver import Driver, DriverInfo, VmmError, VmmShortage
 from xllm_cli.vmm.pool import PagePool
@@ -161,6 +162,16 @@ def _open_store(start: Start, spec: CacheSpec, size: CacheSize) -> KvStore:
 def meeting_place(config: Config, device: Device) -> Path:
     """The folder where all engines of this user on the same physical device meet."""
     return device_folder(device.meeting_name, config.vmm.vmm_neighbours_dir)
+
+
+def join(config: Config) -> Neighbours:
+    """Appear among the engines of the same device. DeviceError if there is no place for that."""
+    device = open_device(resolve_device(config.model.device), config)
+    folder = meeting_place(config, device)
+    try:
+        return Neighbours(folder, model_id=config.served_model_id, device=device.name)
+    except OSError as error:
+        raise DeviceError(f"{folder} cannot be used: {error}; free it or set --vmm_neighbours_dir") from error
 
 
 def _facts(start: Start, info: DriverInfo, size: CacheSize) -> MemoryFacts:

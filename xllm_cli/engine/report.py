@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msgspec.structs import astuple
+from msgspec.structs import asdict, astuple
 
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import Counters, Snapshot, VmmReport
 from xllm_cli.engine.scheduler import Scheduler
+from xllm_cli.neighbours.peers import PeerCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Reporter:
         self._cache = cache
         self._facts = facts
         self._before = Counters()
+        self.peers = PeerCounters()
 
     def start_counting(self, scheduler: Scheduler) -> None:
         """Counters are zero from here on: what the start-up did is nobody's traffic."""
@@ -103,6 +105,7 @@ class Reporter:
                 }
             ],
             models={facts.model_id: {"state": "awake", "kv_mapped": bands["mapped"], "kv_live": bands["kv_live"]}},
+            neighbours=asdict(self.peers),
             tensors=[{"name": t.name, "bytes_per_block": t.bytes_per_block} for t in cache.spec.tensors],
             pages_mapped_total=counters.pages_mapped,
             pages_unmapped_total=counters.pages_unmapped,

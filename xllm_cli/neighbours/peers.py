@@ -52,11 +52,10 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class PeerCounters(msgspec.Struct):
-    """Totals in bytes and questions; they only grow."""
+    """Total bytes asked of neighbours, received from them, and given to them; they only grow."""
 
     asked: int = 0
     received: int = 0
-    answered: int = 0
     given: int = 0
 
 
@@ -163,7 +162,6 @@ class Neighbours:
 
     def answer(self, question: Question, nbytes: int) -> None:
         """Say what became of a question; call it once the pages have left."""
-        self.counters.answered += 1
         self.counters.given += nbytes
         self._send(Gave(nbytes), question.sender)
 

@@ -18,6 +18,8 @@ import zmq.asyncio
 
 from xllm_cli.core import (
     Abort,
+    Command,
+    Done,
     ErrorInfo,
     Fatal,
     FromEngine,
@@ -51,6 +53,7 @@ class EngineClient:
         self._events = self._bind(zmq.PULL, folder / "from_engine")
         self._encoder = msgspec.msgpack.Encoder()
         self._queues: dict[str, asyncio.Queue[Output]] = {}
+        self._commands: dict[str, asyncio.Future[Done]] = {}
         self._heard = time.monotonic()
         self._loading_since = time.monotonic()
         self.loading: Loading | None = None
@@ -89,12 +92,15 @@ class EngineClient:
             case StepEvents(outputs=outputs, snapshot=snapshot, map_seconds=map_seconds):
                 # The snapshot first: what is read after an answer includes that answer's step.
                 if snapshot is not None:
-                    self.snapshot = snapshot
-                    self.on_snapshot(snapshot)
+                    self._see(snapshot)
                 if map_seconds is not None:
                     self.on_map(map_seconds)
                 for output in outputs:
                     self._route(output)
+                return
+            case Done():
+                self._see(message.snapshot)
+                self._settle(message)
                 return
             case Loading(phase=phase, seconds=seconds):
                 logger.info("loading: %s, %.2f s after the engine's start", phase, seconds)
@@ -105,6 +111,15 @@ class EngineClient:
             case Fatal():
                 self.failure = message
         self.changed.set()
+
+    def _see(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.on_snapshot(snapshot)
+
+    def _settle(self, done: Done) -> None:
+        waiting = self._commands.pop(done.command_id, None)  # None: nobody waits any longer
+        if waiting is not None and not waiting.done():
+            waiting.set_result(done)
 
     def _route(self, output: Output) -> None:
         queue = self._queues.get(output.request_id)
@@ -128,6 +143,22 @@ class EngineClient:
         for request_id in request_ids:
             if self._queues.pop(request_id, None) is not None:
                 self._send(Abort(request_id))
+
+    async def command(self, command: Command, seconds: float) -> Done:
+        """Have the engine carry something out. RequestError 503 if it is gone or does not answer in so many seconds:
+        it may still do it then."""
+        answered: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._commands[command.command_id] = answered
+        try:
+            if not self._send(command):
+                raise RequestError("the engine is gone", status=503, code="engine_dead")
+            async with asyncio.timeout(seconds):
+                return await answered
+        except TimeoutError as error:
+            text = f"the engine has not answered for {seconds:g} s; it is in a long step or stuck, see /livez"
+            raise RequestError(text, status=503, code="engine_busy", retry_after=1) from error
+        finally:
+            self._commands.pop(command.command_id, None)
 
     def fail_all(self, error: ErrorInfo) -> None:
         """End every open request with an error and tell the engine to forget it."""

@@ -1,0 +1,56 @@
+"""Memory that changes hands between the engines of a device: this one's part, once before and once after each step.
+
+Joins Engine and Neighbours; owns the questions that a step is about to answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xllm_cli.core import Snapshot
+from xllm_cli.neighbours.peers import Neighbours, Question
+
+if TYPE_CHECKING:  # it brings torch
+    from xllm_cli.engine.engine import Engine
+
+
+class Exchange:
+    """give() before a step, settle() after it."""
+
+    def __init__(self, engine: Engine, neighbours: Neighbours) -> None:
+        self._engine = engine
+        self._neighbours = neighbours
+        self._questions: list[Question] = []
+        self._physical = 0
+        engine.report_neighbours(neighbours.counters)
+
+    def fileno(self) -> int:
+        """Readable when a neighbour asks or answers: then a step is due."""
+        return self._neighbours.fileno()
+
+    def give(self) -> None:
+        """Let what neighbours ask for leave with the next step: idle cached blocks and spares, never what a request
+        uses. If they gave, look at the device at once."""
+        self._questions, given = self._neighbours.receive()
+        if given:
+            self._engine.look()
+        if self._questions:
+            self._physical = self._engine.snapshot().memory.physical
+            self._engine.trim(sum(question.bytes for question in self._questions))
+
+    def settle(self, snapshot: Snapshot) -> None:
+        """Answer with what really left, show the state, and ask for what is short."""
+        freed = self._physical - snapshot.memory.physical
+        for question in self._questions:
+            share = max(0, min(question.bytes, freed))
+            freed -= share
+            self._neighbours.answer(question, share)
+        self._questions = []
+        short = self._engine.short_bytes
+        self._neighbours.publish(snapshot, is_giving=self._engine.gives_back, short=short)
+        if short:
+            self._neighbours.ask(short)
+
+    def close(self) -> None:
+        """Leave."""
+        self._neighbours.close()
