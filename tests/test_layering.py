@@ -18,15 +18,18 @@ PACKAGE = ROOT / "xllm_cli"
 
 LEAVES = {"core", "errors", "flags"}
 SETTINGS = {"declare", "flags"}
+DECLARATIONS = {"service_flags", "memory_flags", "step_flags", "rank_flags", "foreign_flags"}
 # part of the package, or one file of it → the other parts it may import; what has no row is an error
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"llm"},
     "core": set(),
     "errors": set(),
     "declare": set(),
-    "flags": {"declare", "service_flags"},
-    "service_flags": {"declare"},
-    "argv": {"declare", "flags"},
+    "flags": {"declare", *DECLARATIONS},
+    **dict.fromkeys(DECLARATIONS, {"declare"}),
+    "foreign_names": set(),
+    "flagfile": {"errors"},
+    "argv": {"declare", "flags", "foreign_names"},
     "sources": {*SETTINGS, "errors"},
     "facts": {*SETTINGS, "errors"},
     "rules": {*SETTINGS, "facts"},

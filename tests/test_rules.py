@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from xllm_cli.facts import Facts
 from xllm_cli.flags import FLAGS, Config
-from xllm_cli.rules import RULES, Case, broken_rules, problems, smallest_fix, warnings
+from xllm_cli.rules import RULES, Case, broken_rules, problems, smallest_fix, unbuilt, warnings
 
 KV = {"enable_vmm_kvcache": True}
 WEIGHTS = {"enable_vmm_weights": True, "vmm_elastic": True}
@@ -151,10 +151,30 @@ def test_a_message_names_values_sources_and_the_smallest_change() -> None:
     assert line.endswith("Fix: --vmm_elastic=true")
 
 
-def test_what_is_not_built_is_reported_beside_broken_rules() -> None:
-    lines = problems(case({"enable_vmm_weights": True, "num_speculative_tokens": 2}, Facts()))
-    assert [line[:3] for line in lines] == ["R3:", "--e", "--n"]
-    assert "--num_speculative_tokens=2 (fix) is not supported yet. Fix: --num_speculative_tokens=0" in lines[2]
+def test_what_is_not_built_is_told_apart_from_broken_rules() -> None:
+    drawn = case({"enable_vmm_weights": True, "num_speculative_tokens": 2}, Facts())
+    assert [line[:3] for line in problems(drawn)] == ["R3:"]
+    weights, draft = unbuilt(drawn)
+    assert weights.startswith("--enable_vmm_weights=true (fix) is not supported yet: ")
+    assert draft.endswith(". Fix: --num_speculative_tokens=0")
+
+
+def test_flags_of_one_reason_share_a_line() -> None:
+    drawn = case({"dit_debug_print": True, "max_requests_per_batch": 2, "output_rec_logprobs": True}, Facts())
+    assert problems(drawn) == [
+        "--max_requests_per_batch=2 (fix), --dit_debug_print=true (fix) are not supported: diffusion models are not "
+        "served. Fix: --max_requests_per_batch=1 --dit_debug_print=false",
+        "--output_rec_logprobs=true (fix) is not supported: recommendation models are not served. "
+        "Fix: --output_rec_logprobs=false",
+    ]
+    (line,) = warnings(case({"v": 1, "logtostderr": True}, Facts()))
+    assert line.startswith("--v=1 (fix), --logtostderr=true (fix) have no effect here: --log_level")
+
+
+def test_the_older_name_of_the_switches_points_to_both() -> None:
+    (line,) = problems(case({"enable_xtensor": True}, Facts()))
+    assert line.endswith("Fix: --enable_vmm_kvcache=true, and --enable_vmm_weights=true for the weights")
+    assert not problems(case({"enable_xtensor": False}, Facts()))
 
 
 @pytest.mark.parametrize(("name", "flags", "facts"), BROKEN)

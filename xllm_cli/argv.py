@@ -15,55 +15,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from xllm_cli.declare import FALSE_WORDS, TRUE_WORDS, Flag, did_you_mean
-from xllm_cli.flags import FLAGS
+from xllm_cli.flags import ALIASES, FLAGS
+from xllm_cli.foreign_names import FOREIGN
 
-_NO_EQUIVALENT = "has no equivalent here"
-_WHOLE_CONTEXT = f"{_NO_EQUIVALENT}: a request may use the model's whole context; --max_cache_size caps memory"
 _HELP = MappingProxyType({"helpfull": "all", "helpshort": "short"})  # gflags' names for two of our --help=TOPIC
 _DASHES = frozenset("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d")
-
-FOREIGN = MappingProxyType(
-    {
-        "gpu_memory_utilization": "use --max_memory_utilization",
-        "mem_fraction_static": "use --max_memory_utilization",
-        "kv_cache_memory_bytes": "use --max_cache_size",
-        "num_gpu_blocks_override": "use --max_cache_size (bytes)",
-        "tensor_parallel_size": "use --tp_size, and --nnodes for the number of ranks",
-        "tp": "use --tp_size, and --nnodes for the number of ranks",
-        "data_parallel_size": "use --dp_size",
-        "dp": "use --dp_size",
-        "served_model_name": "use --model_id",
-        "model_path": "use --model",
-        "tokenizer_path": f"{_NO_EQUIVALENT}: the tokenizer is the one in --model",
-        "max_model_len": _WHOLE_CONTEXT,
-        "context_length": _WHOLE_CONTEXT,
-        "max_num_seqs": "use --max_seqs_per_batch",
-        "max_running_requests": "use --max_seqs_per_batch",
-        "max_num_batched_tokens": "use --max_tokens_per_batch",
-        "max_prefill_tokens": "use --max_tokens_per_batch",
-        "chunked_prefill_size": "use --max_tokens_per_chunk_for_prefill",
-        "enable_prefix_caching": "use --enable_prefix_cache",
-        "disable_radix_cache": "use --enable_prefix_cache=false",
-        "page_size": "use --block_size (tokens) or --phy_page_granularity_size (bytes)",
-        "seed": "use --random_seed",
-        "config": "use --config_json_file",
-        "uvicorn_log_level": "use --log_level",
-        "enable_sleep_mode": "use --enable_vmm_weights",
-        "speculative_model": "use --draft_model",
-        "speculative_draft_model_path": "use --draft_model",
-        "speculative_num_draft_tokens": "use --num_speculative_tokens",
-        "dist_init_addr": "use --master_node_addr",
-        "start_port": "use --port",
-        "machine_rank": "use --node_rank",
-        "enable_xtensor": "the older name: use --enable_vmm_kvcache and --enable_vmm_weights",
-        "enable_kvcache_vmm": "the older name: use --enable_vmm_kvcache and --enable_vmm_weights",
-        "trust_remote_code": f"{_NO_EQUIVALENT}: a checkpoint's code is never run",
-        "flagfile": "not supported: use --config_json_file",
-        "fromenv": "not supported: every XLLM_FLAG_<NAME> is read",
-        "tryfromenv": "not supported: every XLLM_FLAG_<NAME> is read",
-    }
-)
-"""Names that vLLM, SGLang, gflags and older xLLM scripts bring, and what to write instead."""
 
 
 class Canonical(NamedTuple):
@@ -128,6 +84,7 @@ class _Reader:
             self.errors.append(f"{token!r} holds a flag and its value in one argument: pass as two arguments or with =")
             return
         name = "help" if token == "-h" else name.strip().replace("-", "_")
+        name = ALIASES.get(name, name)
         if name in _HELP:
             self._give("help", _HELP[name])
         elif name in FLAGS:
@@ -206,8 +163,9 @@ def _negated(name: str) -> str:
 
 
 def _unknown(spelled: str, name: str) -> str:
-    if name in FOREIGN:
-        return f"{spelled}: {FOREIGN[name]}"
+    for foreign in (name, name.removeprefix("no_"), name.removeprefix("no")):
+        if foreign in FOREIGN:
+            return f"{spelled}: {FOREIGN[foreign]}"
     if name.startswith("no") and name[2:].lstrip("_") in FLAGS:
         return f"{spelled}: only true/false flags have a negated form"
     return f"no such flag {spelled}" + did_you_mean(name, FLAGS, "--")

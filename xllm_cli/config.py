@@ -52,9 +52,11 @@ def make_config(**flags: Any) -> Config:
     return resolved.config
 
 
-def resolve(settings: Settings, *, needs_model: bool = False) -> Resolved:
+def resolve(settings: Settings, *, needs_model: bool = False, is_dry: bool = False) -> Resolved:
     """Settings → a configuration that breaks no rule. Raises ConfigError: first what is not even a configuration
-    (names, types, ranges), then broken rules and unsupported values, each time all of them in one message."""
+    (names, types, ranges), then broken rules and unsupported values, each time all of them in one message.
+
+    Nothing is served when `is_dry`: what is valid and cannot be served yet is a warning then."""
     nested: dict[str, dict[str, Any]] = {}
     for name, setting in settings.given.items():
         nested.setdefault(FLAGS[name].section, {})[name] = setting.value
@@ -72,12 +74,13 @@ def resolve(settings: Settings, *, needs_model: bool = False) -> Resolved:
         raise ConfigError(report(errors))
     sources = {name: setting.source for name, setting in settings.given.items()}
     case = rules.Case(config, facts.look(config), sources)
-    broken = rules.problems(case)
+    unbuilt = rules.unbuilt(case)
+    broken = rules.problems(case) + ([] if is_dry else unbuilt)
     if needs_model and not config.model.model:
         broken.append("--model is missing. Fix: --model=FOLDER (`xllm fetch smollm2-135m-instruct` gets a small one)")
     if broken:
         raise ConfigError(report(broken))
-    return Resolved(config, launched, sources, rules.warnings(case))
+    return Resolved(config, launched, sources, rules.warnings(case) + (unbuilt if is_dry else []))
 
 
 def print_form(resolved: Resolved) -> str:

@@ -10,10 +10,12 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack, get_args
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1
 INT64_MAX = 2**63 - 1
 TRUE_WORDS = frozenset({"true", "t", "1", "yes", "y", "on"})
 FALSE_WORDS = frozenset({"false", "f", "0", "no", "n", "off"})
@@ -37,10 +39,11 @@ class Meta(TypedDict, total=False):
     """What a declaration may say beyond type, default and help.
 
     `low`, `high` bound a number (inclusive), `multiple` is its step. `status`: "accepted" is parsed but changes nothing
-    here (`why` says why), "unsupported" is refused unless it has its default or a value of `supported`. `unset` is the
-    spelling that older scripts use for "not set" and is read as None. `bare` is the value of the flag given without
-    one. `common` flags are in the short help. `is_list` joins repetitions with commas. `is_secret` keeps the value out
-    of every dump, message and log.
+    here, "unsupported" is refused unless it has its default or a value of `supported`; `why` says why. `never`: nothing
+    to wait for, `instead` is what to write. `unset` is the spelling that older scripts use for "not set" and is read as
+    None. `bare` is the value of the flag given without one. `also` are other names of the flag on the command line.
+    `common` flags are in the short help. `is_list` joins repetitions with commas. `is_secret` keeps the value out of
+    every dump, message and log.
     """
 
     low: float
@@ -49,6 +52,9 @@ class Meta(TypedDict, total=False):
     status: Status
     supported: tuple[Any, ...]
     why: str
+    never: bool
+    instead: str
+    also: tuple[str, ...]
     unset: int
     bare: str
     is_bytes: bool
@@ -65,10 +71,26 @@ def flag(default: Any, help: str, **meta: Unpack[Meta]) -> Any:
     return Field(default, description=help, json_schema_extra=extra, exclude=hidden, repr=not hidden, **bounds)
 
 
+def idle(default: Any, help: str, reason: str, **meta: Unpack[Meta]) -> Any:
+    """A flag that is taken from older scripts and changes nothing here."""
+    said: Meta = {**meta, "why": reason, "status": "accepted"}
+    return flag(default, help, **said)
+
+
+def unbuilt(default: Any, help: str, reason: str, **meta: Unpack[Meta]) -> Any:
+    """A flag that is refused unless it has its default or a value of `supported`."""
+    said: Meta = {**meta, "why": reason, "status": "unsupported"}
+    return flag(default, help, **said)
+
+
 class Section(BaseModel):
-    """A group of flags: frozen, strict about types, no unknown names, no nan or inf."""
+    """A group of flags: frozen, strict about types, no unknown names, no nan or inf.
+
+    `group` is said once for all of its flags; what a flag says itself wins.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    group: ClassVar[Meta] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +114,11 @@ class Flag:
         """False for a value that is declared but not built."""
         supported = self.meta.get("supported", (self.default,) if self.status == "unsupported" else None)
         return supported is None or value in supported
+
+    def is_idle(self, value: Any) -> bool:
+        """True for a value that asks for something and changes nothing here; None, also read as false, asks nothing."""
+        asks = value is not None and value != self.default and (value is not False or self.default is not None)
+        return self.status == "accepted" and asks
 
     @property
     def expects(self) -> str:
@@ -189,6 +216,7 @@ def declared(section: str, model: type[Section]) -> Iterator[Flag]:
     for name, field in model.model_fields.items():
         extra = field.json_schema_extra
         assert isinstance(extra, dict) and field.description is not None
-        meta: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in extra.items()}
+        own: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in extra.items()}
+        meta: Any = {**model.group, **own}
         kind, choices = _kind(field.annotation, meta)
         yield Flag(name, section, kind, field.default, field.description, choices, meta)

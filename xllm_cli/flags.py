@@ -1,6 +1,6 @@
 """Every flag once: its name, type, default, range, and the line of help that says what it trades.
 
-The frozen sections below and in service_flags.py are the only declaration; everything else is generated from `FLAGS`.
+The frozen sections here and in *_flags.py are the only declaration; everything else is generated from `FLAGS`.
 "Unset" is None; a value that other flags imply is a property of `Config`, never written back. This module knows no
 rule (rules.py), no source of values (sources.py) and nothing that runs.
 """
@@ -12,11 +12,23 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
-from xllm_cli.declare import INT64_MAX, Flag, Section, declared, flag
+from xllm_cli.declare import INT32_MAX, INT64_MAX, Flag, Section, declared, flag, idle, unbuilt
+from xllm_cli.foreign_flags import DiTConfig, GlogConfig, LauncherConfig, RecConfig
+from xllm_cli.memory_flags import KVCacheConfig, KVCacheStoreConfig, VmmConfig
+from xllm_cli.rank_flags import DisaggPDConfig, DistributedConfig, EPLBConfig, ParallelConfig
 from xllm_cli.service_flags import SecurityConfig as SecurityConfig
 from xllm_cli.service_flags import ServiceConfig as ServiceConfig
+from xllm_cli.step_flags import (
+    BeamSearchConfig,
+    ExecutionConfig,
+    HostConfig,
+    KernelConfig,
+    ProfileConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 
-INT32_MAX = 2**31 - 1
+_TEXT_ONLY = "models of text are served, and requests with media are refused"
 
 
 class ModelConfig(Section):
@@ -25,178 +37,60 @@ class ModelConfig(Section):
     model: str = flag("", "checkpoint folder (config.json, tokenizer, safetensors)", common=True)
     model_id: str = flag("", "name clients ask for; empty is the folder's name", common=True)
     device: Literal["auto", "npu", "cuda", "cpu"] = flag(
-        "auto", "auto is the first usable one", supported=("auto", "cpu"), common=True
-    )
+        "auto", "auto is the first usable one", supported=("auto", "cpu"), why="its operators are not there",
+        common=True,
+    )  # fmt: skip
     backend: Literal["", "llm", "vlm", "dit", "rec"] = flag(
-        "", "kind of model; empty reads it from the checkpoint", supported=("", "llm")
+        "", "kind of model; empty reads it from the checkpoint", supported=("", "llm"), why="models of text are served"
     )
     task: Literal["generate", "embed", "mm_embed"] = flag(
-        "generate", "what the model is asked for", supported=("generate",)
+        "generate", "what the model is asked for", supported=("generate",), why="models generate text"
     )
     dtype: Literal["auto", "bfloat16", "float32"] = flag(
         "auto", "auto is the checkpoint's; float32 is exact and twice the memory of bfloat16", common=True
     )
+    tool_call_parser: Literal["", "auto", "none", "hermes", "qwen25", "qwen3"] = flag(
+        "", "how the model writes tool calls; empty and auto ask its chat template, none leaves them in the text"
+    )
+    reasoning_parser: Literal["", "auto", "none", "qwen3", "deepseek-r1"] = flag(
+        "", "how the model writes reasoning; empty and auto ask its chat template, none leaves it in the text, "
+        "deepseek-r1 begins with it unannounced",
+    )  # fmt: skip
+    use_cpp_chat_template: bool = idle(
+        True, "render chat templates by a program instead of the template", "a template is rendered as it is written"
+    )
+    enable_qwen3_reranker: bool = unbuilt(False, "rank with a Qwen3 reranker", "models generate text")
+    limit_image_per_prompt: int = idle(8, "images of one request", _TEXT_ONLY, low=0, high=INT32_MAX)
+    max_encoder_cache_size: int = idle(0, "cache of encoded media", _TEXT_ONLY, low=0, high=INT64_MAX)
+    mm_download_headers: str = idle("", "HTTP headers for fetching media", _TEXT_ONLY)
+    use_audio_in_video: bool = idle(False, "hear the sound of videos", _TEXT_ONLY)
+    enable_return_mm_full_embeddings: bool = unbuilt(False, "answer with embeddings of media", "models generate text")
+    flashinfer_workspace_buffer_size: int = idle(
+        134217728, "bytes of FlashInfer's workspace", "attention needs no workspace", low=0, high=INT64_MAX,
+        is_bytes=True,
+    )  # fmt: skip
 
 
 class LoadConfig(Section):
     """How weights are read"""
 
-    enable_manual_loader: bool = flag(
-        False, "stage weights in host memory; on implicitly with enable_vmm_weights", status="accepted",
-        why="weights without enable_vmm_weights are read straight from the checkpoint's files",
+    enable_manual_loader: bool = idle(
+        False, "stage weights in host memory; on implicitly with enable_vmm_weights",
+        "weights without enable_vmm_weights are read straight from the checkpoint's files",
     )  # fmt: skip
-
-
-class VmmConfig(Section):
-    """Virtual memory for the KV cache and the weights"""
-
-    enable_vmm_kvcache: bool = flag(
-        False, "KV cache in virtual memory: pages come and go with the load, addresses stay", common=True
-    )
-    enable_vmm_weights: bool = flag(
-        False, "weights in virtual memory: the model can sleep and fork", status="unsupported", common=True
-    )
-    vmm_elastic: bool = flag(
-        False, "back pages on demand and return them; fixed takes everything at start and never waits", common=True
-    )
-    vmm_memory_reserve_bytes: int = flag(
-        0, "bytes kept free beyond the observed execution peak; more is safer, less holds more KV", low=0,
-        high=INT64_MAX, is_bytes=True, common=True,
+    enable_rolling_load: bool = unbuilt(
+        False, "keep some layers on the device and load the others when they are due",
+        "all layers stay on the device", never=True,
     )  # fmt: skip
-    vmm_neighbours_dir: str = flag(
-        "", "folder in which the engines of a device meet; containers that share a device mount one, empty is the "
-        "machine's own"
+    rolling_load_num_cached_layers: int = idle(
+        2, "layers that enable_rolling_load keeps", "it belongs to enable_rolling_load", low=0, high=INT32_MAX
     )
-
-
-class KVCacheConfig(Section):
-    """The size of the KV cache and what is reused"""
-
-    block_size: int = flag(
-        128, "tokens per block; smaller shares shorter prefixes, larger has less bookkeeping", low=1, high=4096,
-        common=True,
+    rolling_load_num_rolling_slots: int | None = idle(
+        None, "places for layers that come and go; unset is all there is room for",
+        "it belongs to enable_rolling_load", low=0, high=INT32_MAX, unset=-1,
     )  # fmt: skip
-    max_cache_size: int = flag(0, "cap on KV bytes; 0 is no cap", low=0, high=INT64_MAX, is_bytes=True, common=True)
-    max_memory_utilization: float | None = flag(
-        None, "share of the device's memory to use; unset is 0.8 for a fixed pool and physical KV, 0 (all that is free "
-        "now) for elastic KV", low=0.0, high=1.0, common=True,
-    )  # fmt: skip
-    enable_prefix_cache: bool = flag(
-        True, "keep KV of finished requests for prompts that begin alike; it yields to running requests", common=True
-    )
-    enable_in_batch_prefix_cache: bool = flag(
-        False, "share prefixes between requests of one step, too; costs a second look at waiting requests"
-    )
-    xxh3_128bits_seed: int = flag(
-        1024, "seed of the block hash; equal seeds make equal digests on every instance", low=0, high=2**32 - 1
-    )
-    kv_cache_dtype: Literal["auto", "bfloat16", "float32", "int8", "fp8"] = flag(
-        "auto", "type of cached keys and values; auto is the model's", supported=("auto",)
-    )
-    indexer_cache_dtype: Literal["auto", "bfloat16", "float32", "int8", "fp8"] = flag(
-        "auto", "type of the sparse-attention indexer's cache", supported=("auto",)
-    )
-    phy_page_granularity_size: int = flag(
-        2 * 2**20, "page size asked of the driver; larger maps faster, smaller strands less", low=4096, high=2**30,
-        multiple=4096, is_bytes=True,
-    )  # fmt: skip
-    max_linear_state_cache_slots: int = flag(
-        0, "checkpoints of linear state for prefix hits on hybrid models; 0 sizes itself", low=0, high=INT32_MAX,
-        status="unsupported",
-    )  # fmt: skip
-
-
-class KVCacheStoreConfig(Section):
-    """KV outside the device"""
-
-    host_blocks_factor: float = flag(
-        0.0, "host blocks per device block for offloaded KV; above 1 offloads", low=0, supported=(0.0, 1.0)
-    )
-    enable_kvcache_store: bool = flag(False, "keep KV in an external store", status="unsupported")
-
-
-class SchedulerConfig(Section):
-    """What one step computes and who waits"""
-
-    max_tokens_per_batch: int = flag(
-        10240, "tokens a step computes at most; more throughput, longer steps", low=1, high=INT32_MAX, common=True,
-    )  # fmt: skip
-    max_seqs_per_batch: int = flag(1024, "sequences in a step at most", low=1, high=INT32_MAX, common=True)
-    enable_chunked_prefill: bool = flag(
-        True, "cut long prompts so that running requests keep their pace; off finishes a prompt in one step"
-    )
-    max_tokens_per_chunk_for_prefill: int | None = flag(
-        None, "prompt tokens a step takes; unset is the device's choice (cpu: 512)", low=1, high=INT32_MAX, unset=-1
-    )
-    memory_wait_seconds: float = flag(60.0, "seconds a request waits alone for memory before 503", low=0)
-    enable_schedule_overlap: bool = flag(
-        False, "prepare the next step during this one", status="accepted", why="steps run one after the other"
-    )
-    enable_task_pipeline: bool | None = flag(
-        None, "pipeline of host and device work; unset is false", status="accepted", why="there is no task pipeline"
-    )
-
-
-class ParallelConfig(Section):
-    """How a model is cut over devices"""
-
-    tp_size: int = flag(1, "devices that share each layer", low=1, high=1024, supported=(1,))
-    dp_size: int = flag(1, "replicas that share the requests", low=1, high=1024, supported=(1,))
-    communication_backend: Literal["hccl", "lccl", "nccl", "gloo"] = flag(
-        "hccl", "library of collective operations", status="accepted", why="one rank has nobody to talk to"
-    )
-
-
-class DistributedConfig(Section):
-    """Ranks on several hosts, and the routing service"""
-
-    nnodes: int = flag(1, "number of ranks", low=1, high=4096, supported=(1,))
-    node_rank: int | None = flag(None, "run exactly this rank; unset starts all", low=0, high=4095, supported=(None, 0))
-    master_node_addr: str = flag(
-        "127.0.0.1:19888", "HOST:PORT where ranks meet", status="accepted", why="one rank needs no meeting point"
-    )
-    enable_service_routing: bool = flag(
-        False, "report load and KV events to the routing service", status="accepted",
-        why="no events are published to a routing service",
-    )  # fmt: skip
-
-
-class DisaggPDConfig(Section):
-    """Prefill and decode on separate instances"""
-
-    enable_disagg_pd: bool = flag(False, "separate prefill from decode", status="unsupported")
-
-
-class SpeculativeConfig(Section):
-    """Speculative decoding"""
-
-    draft_model: str = flag("", "folder of the draft; empty is a draft inside the model", status="unsupported")
-    num_speculative_tokens: int = flag(
-        0, "tokens drafted per step; 0 is off; more pays only while drafts are accepted", low=0, high=64,
-        status="unsupported",
-    )  # fmt: skip
-    speculative_algorithm: Literal["MTP", "Eagle3", "Suffix", "DFlash", "DSpark"] = flag(
-        "MTP", "how tokens are drafted", supported=("MTP",)
-    )
-
-
-class ExecutionConfig(Section):
-    """How a step runs"""
-
-    random_seed: int | None = flag(
-        None, "seed of requests that bring none; unset differs at every start", low=0, high=INT32_MAX, unset=-1
-    )
-
-
-class HostConfig(Section):
-    """The cpu device: host memory"""
-
-    host_memory_bytes: int = flag(
-        0, "memory that counts as the device's total; 0 is the machine's or the container's", low=0, high=INT64_MAX,
-        is_bytes=True,
-    )  # fmt: skip
-    host_page_mode: Literal["auto", "huge", "4k"] = flag(
-        "auto", "huge maps faster and fails cleanly; 4k runs on every kernel; auto is huge where it works"
+    enable_prefetch_weight: bool = idle(
+        False, "bring weights into the device's cache ahead of their use", "kernels read weights where they lie"
     )
 
 
@@ -211,12 +105,20 @@ class Config(Section):
     kv_cache: KVCacheConfig = KVCacheConfig()
     kv_store: KVCacheStoreConfig = KVCacheStoreConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    beam_search: BeamSearchConfig = BeamSearchConfig()
     parallel: ParallelConfig = ParallelConfig()
+    eplb: EPLBConfig = EPLBConfig()
     distributed: DistributedConfig = DistributedConfig()
     disagg: DisaggPDConfig = DisaggPDConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
+    profile: ProfileConfig = ProfileConfig()
     execution: ExecutionConfig = ExecutionConfig()
+    kernel: KernelConfig = KernelConfig()
     host: HostConfig = HostConfig()
+    dit: DiTConfig = DiTConfig()
+    rec: RecConfig = RecConfig()
+    launcher: LauncherConfig = LauncherConfig()
+    glog: GlogConfig = GlogConfig()
 
     @property
     def has_elastic_kv(self) -> bool:
@@ -255,6 +157,10 @@ class LaunchConfig(Section):
     """What this call does; not part of the configuration"""
 
     config_json_file: str = flag("", "JSON file of flags; the command line wins over it", common=True)
+    flagfile: str = flag("", "file of flags, one on each line, read as if they were typed in its place")
+    enable_dump_config_json: bool = flag(False, "write the configuration to dump_config_json_file, then serve")
+    dump_config_json_file: str = flag("xllm_config.json", "where enable_dump_config_json writes")
+    dry_run: bool = flag(False, "print the configuration as print_config does, and each rank's command, and exit")
     print_config: Literal["false", "true", "sources"] = flag(
         "false", "print the configuration as JSON and exit; =sources adds where each value came from", bare="true",
         common=True,
@@ -275,3 +181,6 @@ def _declarations() -> Iterator[Flag]:
 
 
 FLAGS: Mapping[str, Flag] = MappingProxyType({one.name: one for one in _declarations()})
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {also: one.name for one in FLAGS.values() for also in one.meta.get("also", ())}
+)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from xllm_cli.declare import Flag
 from xllm_cli.facts import Facts
 from xllm_cli.flags import FLAGS, Config
 
@@ -28,9 +29,6 @@ class Case:
 
     def __getitem__(self, name: str) -> Any:
         return self.config.value(name)
-
-    def __contains__(self, name: str) -> bool:
-        return FLAGS[name].section != "launch"
 
     @property
     def kv(self) -> bool:
@@ -243,25 +241,52 @@ def smallest_fix(rule: Rule, case: Case) -> Change:
 
 
 def problems(case: Case) -> list[str]:
-    """One line for each broken rule, then one for each value that is declared but not built."""
+    """One line for each broken rule, then one for each group of flags that no version of this server will take."""
     lines = [f"{rule.name}: {_named(rule, case)}: {rule.limit}. {_advice(rule, case)}" for rule in broken_rules(case)]
-    unsupported = [name for name, flag in FLAGS.items() if name in case and not flag.is_supported(case[name])]
-    return lines + [
-        f"{_told(name, case)} is not supported yet. Fix: {_spell(name, FLAGS[name].default)}" for name in unsupported
+    return lines + _unsupported(case, never=True)
+
+
+def unbuilt(case: Case) -> list[str]:
+    """One line for each reason why values that break no rule cannot be served yet."""
+    return _unsupported(case, never=False)
+
+
+def _unsupported(case: Case, *, never: bool) -> list[str]:
+    """Flags of one reason share a line."""
+    refused = [one for one in _configuration() if not one.is_supported(case[one.name])]
+    chosen = [one for one in refused if one.meta.get("never", False) is never]
+    return [
+        f"{_list(flags, case)} {'are' if len(flags) > 1 else 'is'} not supported{'' if never else ' yet'}: {why}. "
+        f"Fix: {' '.join(one.meta.get('instead') or _spell(one.name, one.default) for one in flags)}"
+        for why, flags in _by_reason(chosen).items()
     ]
+
+
+def _by_reason(flags: Iterable[Flag]) -> dict[str, list[Flag]]:
+    groups: dict[str, list[Flag]] = {}
+    for one in flags:
+        groups.setdefault(one.meta["why"], []).append(one)
+    return groups
+
+
+def _configuration() -> Iterable[Flag]:
+    return (one for one in FLAGS.values() if one.section != "launch")
+
+
+def _list(flags: Iterable[Flag], case: Case) -> str:
+    return ", ".join(_told(one.name, case) for one in flags)
 
 
 def warnings(case: Case) -> list[str]:
-    """One line for each rule that only warns, then one for each flag that changes nothing here."""
+    """One line for each rule that only warns, then one for each reason why flags change nothing here."""
     rules = [rule for rule in RULES if rule.is_warning and rule.broken(case)]
     named = {name for rule in rules for name in rule.flags}
     lines = [f"{rule.name}: {_named(rule, case)}: {rule.limit}" for rule in rules]
-    idle = [
-        flag
-        for name, flag in FLAGS.items()
-        if flag.status == "accepted" and name not in named and case[name] not in (flag.default, None, False)
+    idle = _by_reason(one for one in _configuration() if one.name not in named and one.is_idle(case[one.name]))
+    return lines + [
+        f"{_list(flags, case)} {'have' if len(flags) > 1 else 'has'} no effect here: {why}"
+        for why, flags in idle.items()
     ]
-    return lines + [f"{_told(flag.name, case)} has no effect here: {flag.meta['why']}" for flag in idle]
 
 
 def _told(name: str, case: Case) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from xllm_cli.declare import INT64_MAX, Section, flag
+from xllm_cli.declare import INT32_MAX, INT64_MAX, Section, flag, idle
 
-INT32_MAX = 2**31 - 1
+_ONE_LOOP = "one event loop takes requests and sends answers"
+_NO_CHANNELS = "the engine is spoken to through local sockets, which need no reconnecting"
 
 
 class ServiceConfig(Section):
     """Where the server listens and how many requests it takes at once"""
 
     host: str = flag("", "address to listen on; empty is all interfaces, 127.0.0.1 this machine only", common=True)
-    port: int = flag(8010, "TCP port; 0 takes a free one and prints it", low=0, high=65535, common=True)
+    port: int = flag(8010, "TCP port; 0 takes a free one and prints it", low=0, high=65535, common=True,
+        also=("start_port",))  # fmt: skip
     max_concurrent_requests: int = flag(
         200, "requests in flight before 429; more wait longer, fewer are refused sooner; 0 is no limit", low=0,
         high=INT32_MAX, common=True,
@@ -43,6 +45,23 @@ class ServiceConfig(Section):
     access_log: Literal["requests", "all", "off"] = flag(
         "requests", "one line for each HTTP request; requests leaves out probes and metrics"
     )
+    rpc_idle_timeout_s: int | None = flag(
+        None, "seconds an idle connection is kept; unset is 75, longer than load balancers' 60", low=1, high=INT32_MAX,
+        unset=-1,
+    )  # fmt: skip
+    num_request_handling_threads: int = flag(
+        4, "threads that tokenize long prompts; more than processors is of no use", low=1, high=1024
+    )
+    num_threads: int = idle(8, "threads of the RPC server", _ONE_LOOP, low=1, high=INT32_MAX)
+    num_response_handling_threads: int = idle(4, "threads that send answers", _ONE_LOOP, low=1, high=INT32_MAX)
+    rpc_channel_timeout_ms: int | None = idle(
+        None, "limit of a call between processes", _NO_CHANNELS, low=0, high=INT32_MAX, unset=-1
+    )
+    max_reconnect_count: int = idle(40, "tries to reach a lost process", _NO_CHANNELS, low=0, high=INT32_MAX)
+    health_check_interval_ms: int = idle(
+        3000, "time between two looks at the ranks", "the engine reports with every step and its end is seen at once",
+        low=1, high=INT32_MAX,
+    )  # fmt: skip
 
 
 class SecurityConfig(Section):
