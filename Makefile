@@ -12,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NATIVE := $(shell find native -type f)
 
-.PHONY: setup clients native serve test lint format bench wheel clean
+.PHONY: setup clients npu native serve test lint format bench wheel clean
 
 setup: .venv/.installed
 
@@ -30,6 +30,19 @@ clients: .venv-clients/.installed
 .venv-clients/.installed: tests/clients/requirements.txt
 	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip --disable-pip-version-check --quiet install $(PIP_ARGS) --no-deps --no-compile -r $<
+	touch $@
+
+# torch_npu for real, on an emulated device, in an environment that stands on .venv: nothing else may see torch_npu,
+# because torch loads it by itself wherever it is installed.
+npu: setup .venv-npu/.installed
+	LD_LIBRARY_PATH="$$($(BIN)/python tests/ascendcl.py)" OMP_NUM_THREADS=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+	.venv-npu/bin/python -m pytest -m npu $(ARGS)
+
+.venv-npu/.installed: tests/npu/requirements.txt .venv/.installed
+	test -x .venv-npu/bin/python || $(PYTHON) -m venv .venv-npu
+	.venv-npu/bin/python -m pip --disable-pip-version-check --quiet install $(PIP_ARGS) --no-deps --no-compile -r $<
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	> "$$(.venv-npu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/on_venv.pth"
 	touch $@
 
 # Only the native modules again, from build/ as it stands: seconds.
@@ -62,4 +75,4 @@ wheel: setup
 	ls -l dist
 
 clean:
-	rm -rf build dist .venv/.installed
+	rm -rf build dist .venv/.installed .venv-npu/.installed
