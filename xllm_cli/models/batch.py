@@ -9,7 +9,9 @@ import torch
 
 @dataclass(slots=True)
 class Batch:
-    """T tokens of R sequences, one sequence's after another's. All tensors contiguous, on the model's device.
+    """T tokens of R sequences, one sequence's after another's. All tensors contiguous.
+
+    They lie in host memory; `Ops.place` brings a batch to where the operators want it.
 
     token_ids     [T] int64
     positions     [T] int32  absolute
@@ -31,18 +33,19 @@ class Batch:
 
 @dataclass(slots=True, repr=False)
 class LayerKV:
-    """One layer's cache: k and v are [num_blocks, kv_heads, block_size, head_dim], each block contiguous in itself.
+    """One layer's cache: k and v are [num_blocks, kv_heads, block_size, head_dim], each block without gaps.
 
-    The distance between blocks is free, so that both layouts of the cache are the same to an operator.
+    The distance between blocks is free, so that layouts of the cache are the same to an operator, but for the order
+    inside a block: head by head, or token by token where the operators ask for it (kv_layout.py).
     """
 
     k: torch.Tensor
     v: torch.Tensor
 
     def __post_init__(self) -> None:
-        _, _, block_size, head_dim = self.k.shape
-        inner = (block_size * head_dim, head_dim, 1)
-        if self.k.shape != self.v.shape or self.k.stride()[1:] != inner or self.v.stride() != self.k.stride():
+        _, heads, block_size, head_dim = self.k.shape
+        orders = ((block_size * head_dim, head_dim, 1), (head_dim, heads * head_dim, 1))
+        if self.k.shape != self.v.shape or self.k.stride()[1:] not in orders or self.v.stride() != self.k.stride():
             raise ValueError(f"no blocks: k {self.k.shape} {self.k.stride()}, v {self.v.shape} {self.v.stride()}")
 
     def __repr__(self) -> str:

@@ -39,6 +39,7 @@ class Decoder(ABC):
         self.config = config
         self.ops = ops
         self.dtype: torch.dtype = getattr(torch, dtype)
+        ops.activation_dtype(self.dtype)  # refuses a type before any weight is read
         self._load(WeightReader(weights, self.dtype))
 
     @abstractmethod
@@ -51,6 +52,7 @@ class Decoder(ABC):
 
     def forward(self, batch: Batch, kv: list[LayerKV]) -> torch.Tensor:
         """Write the KV of the batch's T tokens into `kv` and return the logits of `logit_rows`, [S, vocab] float32."""
+        batch = self.ops.place(batch)
         residual = self.embed(batch.token_ids)
         update: torch.Tensor | None = None
         for layer, cache in zip(self.layers, kv, strict=True):
@@ -81,7 +83,8 @@ class Decoder(ABC):
         config, ops = self.config, self.ops
         table, numbers = (config.vocab_size, config.hidden_size), range(config.num_layers)
         ropes = {rope: self._rope_table(rope) for rope in {config.rope_of(i) for i in numbers}}
-        self.embedding = ops.pack_embedding(reader.read("model.embed_tokens.weight", *table))
+        tied = config.tie_word_embeddings
+        self.embedding = ops.pack_embedding(reader.read("model.embed_tokens.weight", *table), is_head=tied)
         self.layers = [
             self.load_layer(
                 self._below(f"model.layers.{i}.", reader), rope=ropes[config.rope_of(i)], window=config.window_of(i)
@@ -89,7 +92,6 @@ class Decoder(ABC):
             for i in numbers
         ]
         self.norm = Norm(self._below("model.", reader), "norm")
-        tied = config.tie_word_embeddings
         self.head = self.embedding if tied else ops.pack_head(reader.read("lm_head.weight", *table))
         reader.finish("rotary_emb.inv_freq", *(["lm_head.weight"] if tied else []))
 
@@ -97,4 +99,4 @@ class Decoder(ABC):
         return ModuleWeights(reader, self.ops, self.config, prefix=prefix, norm_offset=self.norm_offset)
 
     def _rope_table(self, rope: RopeConfig) -> torch.Tensor:
-        return rope_table(rope, self.config.head_dim, self.config.max_positions)
+        return self.ops.pack_rope(rope_table(rope, self.config.head_dim, self.config.max_positions))

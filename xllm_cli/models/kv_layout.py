@@ -1,23 +1,25 @@
-"""The two ways a model's KV lies in memory, as cache tensors and as the views its layers use.
+"""The ways a model's KV lies in memory, as cache tensors and as the views its layers use.
 
     interleaved   one tensor   block b: [layer][k | v][head][token][dim]
     per_layer     2·layers     block b of tensor 2·layer (k) or 2·layer + 1 (v): [head][token][dim]
+    token_major   2·layers     the same tensors: [token][head][dim]
 
-Both are the same to an operator: blocks that are contiguous in themselves, at some distance from each other.
+The first two are the same to an operator: blocks that are contiguous in themselves, at some distance from each other.
+A view has its heads before its tokens in every layout; in the third its strides tell the other order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
 from xllm_cli.core import CacheSpec, TensorSpec
 from xllm_cli.models.batch import LayerKV
 
-Layout = Literal["interleaved", "per_layer"]
+Layout = Literal["interleaved", "per_layer", "token_major"]
 
 
 class TensorFactory(Protocol):
@@ -40,8 +42,8 @@ class KvLayout:
     layout: str
 
     def __post_init__(self) -> None:
-        if self.layout not in ("interleaved", "per_layer"):
-            raise ValueError(f"KV layout {self.layout!r} is neither interleaved nor per_layer")
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"KV layout {self.layout!r} is none of {', '.join(get_args(Layout))}")
 
     @property
     def side_elements(self) -> int:
@@ -59,6 +61,10 @@ class KvLayout:
     def views(self, tensor: TensorFactory, num_blocks: int) -> list[LayerKV]:
         """One LayerKV a layer over tensors of `num_blocks` blocks; nothing is read or written."""
         shape = (num_blocks, self.kv_heads, self.block_size, self.head_dim)
+        if self.layout == "token_major":
+            inner = (self.head_dim, self.kv_heads * self.head_dim, 1)
+        else:
+            inner = (self.block_size * self.head_dim, self.head_dim, 1)
 
         def side(layer: int, which: int) -> torch.Tensor:
             place = 2 * layer + which
@@ -66,7 +72,6 @@ class KvLayout:
                 index, offset, block_stride = 0, place * self.side_elements, 2 * self.num_layers * self.side_elements
             else:
                 index, offset, block_stride = place, 0, self.side_elements
-            strides = (block_stride, self.block_size * self.head_dim, self.head_dim, 1)
-            return tensor(index, self.dtype, shape, strides, offset)
+            return tensor(index, self.dtype, shape, (block_stride, *inner), offset)
 
         return [LayerKV(side(layer, 0), side(layer, 1)) for layer in range(self.num_layers)]

@@ -17,7 +17,7 @@ class WeightReader:
 
     def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         self._weights = weights
-        self._dtype = dtype
+        self.dtype = dtype
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -28,7 +28,7 @@ class WeightReader:
 
         ModelError if it is missing or not of `shape`.
         """
-        return self._find(name, shape).to(self._dtype).contiguous()
+        return self._find(name, shape).to(self.dtype).contiguous()
 
     def keep(self, name: str, width: int) -> torch.Tensor:
         """Vector `name` in float32, for a norm or a bias: a copy, so that it does not hold the whole file in memory."""
@@ -67,8 +67,9 @@ class ModuleWeights:
         self._norm_offset = norm_offset
 
     def norm(self, name: str, width: int) -> torch.Tensor:
-        """The weight of a norm, [width] float32."""
-        return self._reader.keep(f"{self._prefix}{name}.weight", width) + self._norm_offset
+        """The weight of a norm, [width], packed for its operators."""
+        weight = self._reader.keep(f"{self._prefix}{name}.weight", width) + self._norm_offset
+        return self.ops.pack_norm(weight, self._reader.dtype)
 
     def linear(self, names: Mapping[str, int], depth: int, *, bias: bool) -> Linear:
         """One Linear, the named ones (name → rows) side by side; each is read, packed and dropped."""

@@ -8,11 +8,11 @@ from typing import cast
 from xllm_cli.errors import DeviceError
 from xllm_cli.models.ops.base import Ops
 
-_CLASSES = {"cpu": "CpuOps", "reference": "ReferenceOps"}
+_CLASSES = {"cpu": "CpuOps", "npu": "NpuOps", "reference": "ReferenceOps"}
 
 
 def open_ops(device: str) -> Ops:
-    """The operators of `device` (cpu; reference is plain torch, for tests). DeviceError if there are none."""
+    """The operators of `device` (cpu, npu; reference is plain torch, for tests). DeviceError if there are none."""
     if device not in _CLASSES:
         raise DeviceError(f"no operators for device {device!r}; there are: {', '.join(_CLASSES)}")
     module = importlib.import_module(f"xllm_cli.models.ops.{device}")

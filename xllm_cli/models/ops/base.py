@@ -27,7 +27,10 @@ class Heads(NamedTuple):
 
 @dataclass(slots=True)
 class Linear:
-    """A weight in the form its operators like best (`form`), standing for [columns, depth]; bias float32 [columns]."""
+    """A weight in the form its operators like best (`form`), standing for [columns, depth], and its bias [columns].
+
+    `dtype` is the model's type, whatever the form's.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -40,10 +43,11 @@ class Linear:
 class Ops(Protocol):
     """One device's operators. Results are new tensors unless "in place" is said.
 
-    kv_layout       how a cache should lie: interleaved or per_layer (models/kv_layout.py)
+    kv_layout       how a cache should lie: interleaved, per_layer or token_major (models/kv_layout.py)
     block_multiple  block sizes are multiples of this
     row_invariant   a row of a result depends only on that row and its own KV: never on the batch, chunks or threads
-    activation_dtype(model_dtype)  type of activations: `embedding` gives it, every other operator takes and keeps it
+
+    Weights, tables and batches reach the operators in the form that `pack_…` and `place` give them.
     """
 
     kv_layout: str
@@ -51,7 +55,10 @@ class Ops(Protocol):
     row_invariant: bool
 
     def activation_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """The type of activations of a model of that type."""
+        """The type `embedding` gives and every other operator takes and keeps, in a model of that type.
+
+        ModelError if such a model cannot run here.
+        """
         ...
 
     def check_heads(self, heads: Heads) -> None:
@@ -64,12 +71,24 @@ class Ops(Protocol):
         """Pack weights [columns_i, depth], one above the other, taking one at a time; Σ columns_i = columns."""
         ...
 
-    def pack_embedding(self, table: torch.Tensor) -> Linear:
-        """Pack [vocab, width] for `embedding` and, where the head is tied to it, for `logits`."""
+    def pack_embedding(self, table: torch.Tensor, *, is_head: bool = True) -> Linear:
+        """Pack [vocab, width] for `embedding` and, where it is the head too, for `logits`."""
         ...
 
     def pack_head(self, weight: torch.Tensor) -> Linear:
         """Pack [vocab, width] for `logits`."""
+        ...
+
+    def pack_norm(self, weight: torch.Tensor, model_dtype: torch.dtype) -> torch.Tensor:
+        """Pack the weight of a norm, [W] float32, for a model of that type."""
+        ...
+
+    def pack_rope(self, table: torch.Tensor) -> torch.Tensor:
+        """Pack a table of angles, [P, cos D/2 | sin D/2] float32, for `rope`."""
+        ...
+
+    def place(self, batch: Batch) -> Batch:
+        """The batch as the operators of one forward pass want it."""
         ...
 
     def embedding(self, token_ids: torch.Tensor, table: Linear) -> torch.Tensor:
@@ -85,7 +104,7 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) · weight [W] float32, rounded once to x's type."""
+        """x / rms(x) · weight [W], rounded once to x's type."""
         ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

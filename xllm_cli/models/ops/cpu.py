@@ -102,7 +102,7 @@ class CpuOps:
         assert done == columns
         return packed
 
-    def pack_embedding(self, table: torch.Tensor) -> Linear:
+    def pack_embedding(self, table: torch.Tensor, *, is_head: bool = True) -> Linear:
         """See Ops: packed as a head is, so that a tied head costs no second copy."""
         return self.pack_head(table)
 
@@ -111,6 +111,18 @@ class CpuOps:
         columns, depth = weight.shape
         panels = self._pack_panels([weight], columns, depth, dtype=weight.dtype)
         return Linear(panels, None, columns, depth, "panels", weight.dtype)
+
+    def pack_norm(self, weight: torch.Tensor, model_dtype: torch.dtype) -> torch.Tensor:
+        """See Ops: as it is."""
+        return weight
+
+    def pack_rope(self, table: torch.Tensor) -> torch.Tensor:
+        """See Ops: as it is."""
+        return table
+
+    def place(self, batch: Batch) -> Batch:
+        """See Ops: as it is."""
+        return batch
 
     def embedding(self, token_ids: torch.Tensor, table: Linear) -> torch.Tensor:
         """See Ops. Ids must lie in the table."""

@@ -36,13 +36,25 @@ class ReferenceOps:
         assert weight.shape == (columns, depth)
         return Linear(weight, None if bias is None else bias.float(), columns, depth, "plain", weight.dtype)
 
-    def pack_embedding(self, table: torch.Tensor) -> Linear:
+    def pack_embedding(self, table: torch.Tensor, *, is_head: bool = True) -> Linear:
         """See Ops."""
         return self.pack_linear([table], *table.shape)
 
     def pack_head(self, weight: torch.Tensor) -> Linear:
         """See Ops."""
         return self.pack_linear([weight], *weight.shape)
+
+    def pack_norm(self, weight: torch.Tensor, model_dtype: torch.dtype) -> torch.Tensor:
+        """See Ops: as it is."""
+        return weight
+
+    def pack_rope(self, table: torch.Tensor) -> torch.Tensor:
+        """See Ops: as it is."""
+        return table
+
+    def place(self, batch: Batch) -> Batch:
+        """See Ops: as it is."""
+        return batch
 
     def embedding(self, token_ids: torch.Tensor, table: Linear) -> torch.Tensor:
         """See Ops."""

@@ -1,0 +1,280 @@
+"""References of the torch_npu operators the product calls, in plain torch, with the vendor's contracts checked.
+
+SCHEMAS are the vendor's own (torch_npu 2.13.0), so torch itself refuses what the real operators would refuse: unknown
+names, tensors in place of host lists, wrong kinds. The rest of a contract is checked here and broken loudly with
+OperatorError. A test with these shows that arguments are right, not that the vendor's kernels compute well.
+
+Memory: cached positions from a sequence's end on are never looked at, nor blocks that left every query's window. Any
+other position is read, and what stands there may matter even where it is masked: 0 · NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+SCHEMAS = {
+    "npu_rms_norm": "(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
+    "npu_add_rms_norm": "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor, Tensor)",
+    "npu_rotary_mul": "(Tensor self, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None) -> Tensor",
+    "npu_swiglu": "(Tensor self, int dim=-1) -> Tensor",
+    "npu_scatter_pa_kv_cache": "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+    "Tensor slot_mapping, *, Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, "
+    "str? cache_mode='PA_NZ') -> ()",
+    "npu_fused_infer_attention_score": "(Tensor query, Tensor key, Tensor value, *, Tensor? pse_shift=None, "
+    "Tensor? atten_mask=None, SymInt[]? actual_seq_lengths=None, SymInt[]? actual_seq_lengths_kv=None, "
+    "Tensor? dequant_scale1=None, Tensor? quant_scale1=None, Tensor? dequant_scale2=None, Tensor? quant_scale2=None, "
+    "Tensor? quant_offset2=None, Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, "
+    "Tensor? key_antiquant_scale=None, Tensor? key_antiquant_offset=None, Tensor? value_antiquant_scale=None, "
+    "Tensor? value_antiquant_offset=None, Tensor? block_table=None, Tensor? query_padding_size=None, "
+    "Tensor? kv_padding_size=None, Tensor? key_shared_prefix=None, Tensor? value_shared_prefix=None, "
+    "SymInt[]? actual_shared_prefix_len=None, Tensor? query_rope=None, Tensor? key_rope=None, "
+    "Tensor? key_rope_antiquant_scale=None, int num_heads=1, float scale=1.0, int pre_tokens=2147483647, "
+    'int next_tokens=2147483647, str input_layout="BSH", int num_key_value_heads=0, int sparse_mode=0, '
+    "int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0, "
+    "int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)",
+}
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = (*HALF, torch.float32)
+Touch = Callable[[torch.Tensor], None]
+
+
+class OperatorError(RuntimeError):
+    """A call that the vendor's operator refuses, or answers with garbage."""
+
+
+def require(holds: bool, what: str) -> None:
+    """OperatorError unless it holds."""
+    if not holds:
+        raise OperatorError(what)
+
+
+def require_contiguous(**tensors: torch.Tensor) -> None:
+    """OperatorError naming the first that is not: operators read memory from its first element on."""
+    for name, tensor in tensors.items():
+        require(tensor.is_contiguous(), f"{name} is not contiguous: {list(tensor.shape)}, {tensor.stride()}")
+
+
+def require_types(allowed: Sequence[torch.dtype], **tensors: torch.Tensor) -> None:
+    """OperatorError unless all are of one type, and that is allowed."""
+    found = {name: tensor.dtype for name, tensor in tensors.items()}
+    require(len(set(found.values())) == 1 and set(found.values()) <= set(allowed), f"types {found} are not one allowed")
+
+
+class References:
+    """The operators as attributes, bound to SCHEMAS, on cpu tensors.
+
+    `attention_dtypes` may name float32 too, which the vendor's attention does not take: for comparing tokens exactly.
+    `touch`, if set, is shown every piece of a cache before it is read or written.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, *, attention_dtypes: Sequence[torch.dtype] = HALF) -> None:
+        self.attention_dtypes = attention_dtypes
+        self.touch: Touch | None = None
+        self.calls: list[str] = []
+        namespace = f"npu_reference_{id(self)}"
+        self._library = torch.library.Library(namespace, "DEF")
+        for name, schema in SCHEMAS.items():
+            self._library.define(name + schema)
+            self._library.impl(name, self._counted(name), "CPU")
+        self._bound = getattr(torch.ops, namespace)
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if name not in SCHEMAS:
+            raise AttributeError(name)
+        return getattr(self._bound, name)
+
+    def run(self, name: str, *args: object, **kwargs: object) -> object:
+        """Operator `name` on cpu tensors, arguments already bound."""
+        self.calls.append(name)
+        return getattr(self, "_" + name.removeprefix("npu_"))(*args, **kwargs)
+
+    def _counted(self, name: str) -> Callable[..., object]:
+        return lambda *args, **kwargs: self.run(name, *args, **kwargs)
+
+    def _touched(self, piece: torch.Tensor) -> torch.Tensor:
+        if self.touch is not None:
+            self.touch(piece)
+        return piece
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def _rms_norm(self, x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, ...]:
+        require_types(FLOATS, x=x, gamma=gamma)
+        require_contiguous(x=x, gamma=gamma)
+        require(x.shape[-gamma.dim() :] == gamma.shape, f"gamma {list(gamma.shape)} does not end x {list(x.shape)}")
+        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
+        return (gamma.float() * (x.float() * rstd)).to(x.dtype), rstd
+
+    def _add_rms_norm(
+        self, x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+    ) -> tuple[torch.Tensor, ...]:
+        require_types(FLOATS, x1=x1, x2=x2, gamma=gamma)
+        require_contiguous(x1=x1, x2=x2)
+        require(x1.shape == x2.shape, f"x1 {list(x1.shape)} and x2 {list(x2.shape)} differ")
+        total = (x1.float() + x2.float()).to(x1.dtype)
+        normed, rstd = self._rms_norm(total, gamma, epsilon)
+        return normed, rstd, total
+
+    def _rotary_mul(
+        self,
+        x: torch.Tensor,
+        r1: torch.Tensor,
+        r2: torch.Tensor,
+        rotary_mode: str = "half",
+        rotate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        require(rotary_mode == "half" and rotate is None, "only half is emulated")
+        require_types(FLOATS, x=x, r1=r1, r2=r2)
+        require_contiguous(x=x, r1=r1, r2=r2)
+        require(x.dim() == r1.dim() == r2.dim() == 4, "four dimensions each")
+        batch, tokens, heads, width = x.shape
+        require(width % 2 == 0 and width < 896 and batch < 1000 and heads < 1000, f"sizes {list(x.shape)}")
+        require(r1.shape == r2.shape == (1, tokens, 1, width), f"r1 {list(r1.shape)} for BSND {list(x.shape)}")
+        low, high = x.float().chunk(2, dim=-1)
+        return (r1.float() * x.float() + r2.float() * torch.cat([-high, low], dim=-1)).to(x.dtype)
+
+    def _swiglu(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        require_types(FLOATS, x=x)
+        require_contiguous(x=x)
+        require(x.shape[dim] % 2 == 0, f"dimension {dim} of {list(x.shape)} is odd")
+        gate, up = x.float().chunk(2, dim=dim)
+        return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+    # --- the cache --------------------------------------------------------------------------------------------------
+
+    def _scatter_pa_kv_cache(  # noqa: PLR0913 - the vendor's signature
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        compress_lens: torch.Tensor | None = None,
+        compress_seq_offsets: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        cache_mode: str | None = "PA_NZ",
+    ) -> None:
+        require(cache_mode == "Norm", f"cache_mode {cache_mode}: only Norm is emulated")
+        require(compress_lens is compress_seq_offsets is seq_lens is None, "no compression is emulated")
+        require_types(FLOATS, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+        require_types((torch.int32, torch.int64), slot_mapping=slot_mapping)
+        require_contiguous(
+            key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping
+        )
+        require(key.dim() == value.dim() == 3 and key_cache.dim() == 4, "key [T, G, D], key_cache [blocks, size, G, D]")
+        require(key.shape[:2] == value.shape[:2] == (slot_mapping.shape[0], key_cache.shape[2]), "T or G differ")
+        require(key_cache.shape[3] == key.shape[2] and value_cache.shape[3] == value.shape[2], "D differs")
+        blocks, block_size = key_cache.shape[:2]
+        slots = slot_mapping.tolist()
+        require(len(set(slots)) == len(slots), f"slots repeat: {slots}")
+        require(all(0 <= slot < blocks * block_size for slot in slots), f"slots {slots} of {blocks * block_size}")
+        for token, slot in enumerate(slots):
+            self._touched(key_cache[slot // block_size, slot % block_size]).copy_(key[token])
+            self._touched(value_cache[slot // block_size, slot % block_size]).copy_(value[token])
+
+    def _fused_infer_attention_score(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        require_types(self.attention_dtypes, query=query, key=key, value=value)
+        require_contiguous(query=query, key=key, value=value)
+        call = PagedCall(query, key, value, **options)  # type: ignore[arg-type]
+        out = torch.empty_like(query)
+        first = 0
+        for row, end in enumerate(call.actual_seq_lengths):
+            if end > first:
+                out[first:end] = self._attend(call, row, (first, end))
+            first = end
+        return out, torch.zeros(1)
+
+    def _attend(self, call: PagedCall, row: int, span: tuple[int, int]) -> torch.Tensor:
+        """The queries [first, end) of one sequence: their tokens are its last."""
+        first, end = span
+        length, count = call.actual_seq_lengths_kv[row], end - first
+        own = torch.arange(length - count, length)[:, None]
+        begin = max(0, length - count - call.pre_tokens) // call.block_size  # the first block any query's band touches
+        stop = -(-length // call.block_size)
+        read = range(begin * call.block_size, length)
+        keys, values = (
+            torch.cat([self._touched(side[block]) for block in call.block_table[row, begin:stop].tolist()])
+            .unflatten(1, (call.num_key_value_heads, -1))[: len(read)]
+            .float()
+            for side in (call.key, call.value)
+        )
+        seen = torch.arange(read.start, read.stop)[None]
+        hidden = (seen > own) | (seen < own - call.pre_tokens)
+        q = call.query[first:end].float().unflatten(1, (call.num_key_value_heads, -1))
+        scores = torch.einsum("nghd,tgd->nght", q, keys) * call.scale
+        weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+        return torch.einsum("nght,tgd->nghd", weights, values).flatten(1, 2)
+
+
+class PagedCall:
+    """The arguments of npu_fused_infer_attention_score as this product may give them: TND over a paged cache."""
+
+    def __init__(  # noqa: PLR0913 - the vendor's signature
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        atten_mask: torch.Tensor | None = None,
+        actual_seq_lengths: Sequence[int] | None = None,
+        actual_seq_lengths_kv: Sequence[int] | None = None,
+        block_table: torch.Tensor | None = None,
+        num_heads: int = 1,
+        num_key_value_heads: int = 0,
+        scale: float = 1.0,
+        input_layout: str = "BSH",
+        sparse_mode: int = 0,
+        pre_tokens: int = 2**31 - 1,
+        next_tokens: int = 2**31 - 1,
+        block_size: int = 0,
+    ) -> None:
+        """TypeError for an option that is not emulated: sinks, quantisation, ropes of MLA, shared prefixes."""
+        require(input_layout == "TND" and query.dim() == 3, f"layout {input_layout}: only TND is emulated")
+        require(sparse_mode in (3, 4) and atten_mask is not None, f"sparse_mode {sparse_mode} without its mask")
+        require(block_table is not None, "the cache is paged: block_table is needed")
+        require(None not in (actual_seq_lengths, actual_seq_lengths_kv), "TND needs both lengths")
+        self.query, self.key, self.value = query, key, value
+        self.actual_seq_lengths, self.actual_seq_lengths_kv = actual_seq_lengths, actual_seq_lengths_kv
+        self.num_heads, self.num_key_value_heads, self.block_size = num_heads, num_key_value_heads, block_size
+        self.block_table, self.scale = block_table, scale
+        self.pre_tokens = 2**31 - 1 if sparse_mode == 3 else pre_tokens  # the causal mode ignores both
+        require(sparse_mode == 3 or (pre_tokens >= 0 and next_tokens == 0), f"band {pre_tokens}, {next_tokens}")
+        self._check_mask(atten_mask)
+        self._check_heads()
+        self._check_lengths()
+
+    def _check_mask(self, mask: torch.Tensor) -> None:
+        require(mask.dtype in (torch.int8, torch.uint8, torch.bool), f"mask of type {mask.dtype}")
+        require(mask.shape == (2048, 2048) and mask.is_contiguous(), f"mask {list(mask.shape)} is not [2048, 2048]")
+        hides = bool(mask.diagonal(1).all()) and not mask.diagonal(0).any() and not mask.diagonal(-1).any()
+        require(hides, "the mask does not hide what lies above the diagonal")
+
+    def _check_heads(self) -> None:
+        _, heads, width = self.query.shape
+        blocks, block_size, token_width = self.key.shape
+        require(heads == self.num_heads <= 256, f"{self.num_heads} heads, query has {heads}")
+        require(self.key.shape == self.value.shape, "key and value differ in shape")
+        require(token_width == self.num_key_value_heads * width <= 65535, f"cache of {token_width} a token")
+        require(heads % self.num_key_value_heads == 0 and heads <= 64 * self.num_key_value_heads, "groups of heads")
+        require(width % 16 == 0 and width <= 512, f"head dimension {width}")
+        require(block_size == self.block_size and block_size % 128 == 0 and block_size <= 512, f"block {block_size}")
+        require(blocks > 0, "no blocks")
+
+    def _check_lengths(self) -> None:
+        ends, lengths, table = self.actual_seq_lengths, self.actual_seq_lengths_kv, self.block_table
+        require(table.dtype == torch.int32 and table.dim() == 2 and table.is_contiguous(), "block_table int32 [B, n]")
+        require(len(ends) == len(lengths) == table.shape[0], f"{len(ends)} and {len(lengths)} lengths, table {table}")
+        require(ends[-1] == self.query.shape[0] <= 1 << 20, f"lengths end at {ends[-1]}, query has {len(self.query)}")
+        for row, (first, end, length) in enumerate(zip([0, *ends], ends, lengths, strict=False)):
+            require(0 <= end - first <= length, f"row {row}: queries {first} to {end}, {length} keys")
+            used = -(-length // self.block_size)
+            require(used <= table.shape[1], f"row {row}: {length} keys need {used} blocks of {table.shape[1]}")
+            ids = table[row, :used].tolist()
+            require(all(0 <= block < self.key.shape[0] for block in ids), f"row {row}: blocks {ids}")
