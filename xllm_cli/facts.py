@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from xllm_cli.flags import FLAGS, Config
 
-_LIBRARIES = {"npu": "libascendcl.so", "cuda": "libcuda.so.1"}
+_WITH_DRIVER = ("cpu", "npu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +41,36 @@ def look(config: Config) -> Facts:
 
 
 def resolve_device(device: str) -> str:
-    """The device that `--device` means: auto is the first one that this build supports and whose driver loads."""
+    """The device that `--device` means: auto is the first one that this build supports and that is there."""
     if device != "auto":
         return device
     flag = FLAGS["device"]
     candidates = [name for name in flag.choices if name != "auto" and flag.is_supported(name)]
-    return next((name for name in candidates if has_driver(name)), candidates[-1])
+    return next((name for name in candidates if is_there(name)), candidates[-1])
 
 
 def has_driver(device: str) -> bool:
-    """Whether the device has a VMM driver here: its vendor library loads, or for cpu this is Linux."""
-    if device == "cpu":
-        return sys.platform == "linux"
-    if device not in _LIBRARIES:
-        return False
+    """Whether this build can manage the device's memory on this system. What is missing for it is said at the start."""
+    return device in _WITH_DRIVER and sys.platform == "linux"
+
+
+def is_there(device: str) -> bool:
+    """Whether a device can be used: the vendor's library loads and shows one. The cpu always is."""
+    if device != "npu":
+        return has_driver(device)
+    home = os.environ.get("ASCEND_HOME_PATH", "")
+    return any(_num_npus(library) > 0 for library in ("libascendcl.so", f"{home}/lib64/libascendcl.so"))
+
+
+def _num_npus(library: str) -> int:
+    """How many devices the vendor's runtime shows; 0 without it."""
+    count = ctypes.c_uint32()
     try:
-        ctypes.CDLL(_LIBRARIES[device])
-    except OSError:
-        return False
-    return True
+        runtime = ctypes.CDLL(library)
+        runtime.aclInit(None)  # refused the second time in a process, which is as good
+        return count.value if runtime.aclrtGetDeviceCount(ctypes.byref(count)) == 0 else 0
+    except (OSError, AttributeError):
+        return 0
 
 
 def _peek(model: str) -> tuple[str | None, bool]:
