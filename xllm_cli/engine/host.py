@@ -135,7 +135,8 @@ def _open_cache(start: Start, spec: CacheSpec, size: CacheSize) -> CacheManager:
 def _open_group(start: Start, model: Model, spec: CacheSpec, size: CacheSize) -> LocalGroup:
     store = _open_store(start, spec, size)
     observer = start.opened.enter_context(closing(start.device.open_observer(start.driver, store)))
-    worker = Worker(model, store, observer, block_size=spec.block_size, num_blocks=size.num_blocks)
+    guard = start.device.guard
+    worker = Worker(model, store, observer, block_size=spec.block_size, num_blocks=size.num_blocks, guard=guard)
     group = LocalGroup(worker)
     start.opened.callback(group.close)
     return group
@@ -155,7 +156,7 @@ def _open_store(start: Start, spec: CacheSpec, size: CacheSize) -> KvStore:
         progress=lambda done, total: start.progress(f"creating pages: {done} of {total}"),
     )
     opened.callback(pool.close)
-    arenas = [opened.enter_context(closing(Arena(start.driver, pool, nbytes))) for nbytes in sizes]
+    arenas = [opened.enter_context(closing(Arena(start.driver, pool, nbytes, device.dlpack))) for nbytes in sizes]
     return VirtualKvStore(arenas, pool, page_bytes, fence=device.fence)
 
 
