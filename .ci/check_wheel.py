@@ -17,8 +17,8 @@ CHECK = """
 import sys
 sys.path[:0] = sys.argv[1:]
 import torch
-import xllm_cli, xllm_cli._vmm, xllm_cli._kernels
-for module in (xllm_cli, xllm_cli._vmm, xllm_cli._kernels):
+import xllm_cli, xllm_cli._blocks, xllm_cli._vmm, xllm_cli._kernels
+for module in (xllm_cli, xllm_cli._blocks, xllm_cli._vmm, xllm_cli._kernels):
     assert module.__file__.startswith(sys.argv[1]), module.__file__
 """
 
@@ -33,7 +33,7 @@ def main(wheel: Path) -> None:
             command = [sys.executable, "-I", "-S", "-c", CHECK, folder, site_packages]
             subprocess.run(command, cwd=folder, check=True, timeout=120)
     native = sorted(name.split(".")[0] for name in names if name.endswith(".so"))
-    assert native == ["xllm_cli/_kernels", "xllm_cli/_vmm"], native
+    assert native == ["xllm_cli/_blocks", "xllm_cli/_kernels", "xllm_cli/_vmm"], native
     sources = {f"xllm_cli/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")}
     assert sources == {name for name in names if name.endswith(".py")}, sources ^ set(names)
     print(f"{wheel.name}: {len(sources)} Python files, {len(native)} native modules")

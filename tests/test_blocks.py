@@ -20,16 +20,19 @@ def make_pool(*widths: int, page_bytes: int = 8, num_blocks: int = 64, padding: 
 
 def take(pool: BlockPool, count: int, pages: int = 1000) -> list[int]:
     """Ready blocks first, then cold ones that cost at most `pages`, as the allocator does."""
-    taken = pool.take_ready(min(count, pool.num_ready))
-    for run in pool.cold(count - len(taken), pages).runs:
-        pool.take_run(run)
-        taken.extend(range(*run))
-    pool.settle()
-    return taken
+    taken = pool.take_ready(min(count, pool.num_ready), -1)
+    cold = pool.find_cold(count - len(taken), pages)
+    pool.take_runs(cold.runs)
+    pool.settle_pages()
+    return taken + [block for run in cold.runs for block in range(*run)]
 
 
 def free(pool: BlockPool, blocks: list[int]) -> None:
-    pool.free(pool.release(blocks))
+    assert pool.drop(blocks, {}) == []
+
+
+def cache(pool: BlockPool, blocks: list[int]) -> None:
+    assert pool.drop(blocks, dict.fromkeys(blocks)) == blocks
 
 
 def test_runs_of_joins_consecutive_ids() -> None:
@@ -75,28 +78,28 @@ def test_cold_blocks_are_taken_by_lowest_id() -> None:
     residency = pool._residency
     free(pool, [2, 1])
     residency.give_up_pages(2)
-    pool.settle()
-    assert pool.cold(3, 1000).runs == [(1, 3), (4, 5)]
+    pool.settle_pages()
+    assert pool.find_cold(3, 1000).runs == [(1, 3), (4, 5)]
 
 
 def test_cold_stops_at_the_pages_that_may_be_spent() -> None:
     pool = make_pool(2)
-    assert pool.cold(100, 2).num_blocks == 8
-    assert pool.cold(100, 0).num_blocks == 0
-    assert pool.cold(3, 2).runs == [(0, 3)]
+    assert pool.find_cold(100, 2).num_blocks == 8
+    assert pool.find_cold(100, 0).num_blocks == 0
+    assert pool.find_cold(3, 2).runs == [(0, 3)]
     assert pool.activated == 0
 
 
 def test_cold_spends_for_every_tensor() -> None:
     pool = make_pool(4, 4, 1)
-    assert pool.cold(100, 3).num_blocks == 2
-    assert pool.cold(100, 5).num_blocks == 4
+    assert pool.find_cold(100, 3).num_blocks == 2
+    assert pool.find_cold(100, 5).num_blocks == 4
 
 
 def test_ids_end_at_num_blocks() -> None:
     pool = make_pool(2, num_blocks=5)
     assert take(pool, 9) == [0, 1, 2, 3, 4]
-    assert pool.cold(1, 1000).num_blocks == 0
+    assert pool.find_cold(1, 1000).num_blocks == 0
     free(pool, [3])
     assert take(pool, 1) == [3]
     pool.check()
@@ -106,10 +109,12 @@ def test_references_are_counted() -> None:
     pool = make_pool(2)
     (block,) = take(pool, 1)
     pool.retain(block)
-    assert pool.release([block]) == []
-    assert pool.release([block]) == [block]
+    free(pool, [block])
+    assert (pool.references(block), pool.state(block)) == (1, HELD)
+    free(pool, [block])
+    assert (pool.references(block), pool.state(block)) == (0, COLD), "its page was never mapped"
     with pytest.raises(AssertionError, match="once too often"):
-        pool.release([block])
+        free(pool, [block])
 
 
 def test_a_shared_block_is_held_once_however_many_share_it() -> None:
@@ -117,7 +122,8 @@ def test_a_shared_block_is_held_once_however_many_share_it() -> None:
     (block,) = take(pool, 1)
     pool.retain(block)
     assert pool.num_held == 1
-    pool.release([block])
+    free(pool, [block])
+    assert pool.num_held == 1
     free(pool, [block])
     assert pool.num_held == 0
     pool.check()
@@ -126,7 +132,7 @@ def test_a_shared_block_is_held_once_however_many_share_it() -> None:
 def test_cached_blocks_keep_their_page_and_can_be_held_again() -> None:
     pool = make_pool(8)
     (block,) = take(pool, 1)
-    pool.cache(pool.release([block]))
+    cache(pool, [block])
     assert (pool.state(block), pool.num_cached, pool._residency.spare_pages) == (CACHED, 1, 0)
     pool.retain(block)
     assert (pool.state(block), pool.num_cached, pool.num_held) == (HELD, 0, 1)
@@ -146,9 +152,9 @@ def test_padding_is_block_zero_and_always_live() -> None:
 def test_a_page_is_held_by_a_block_that_begins_before_it() -> None:
     pool = make_pool(3)
     take(pool, 5)
-    pool.cache(pool.release([3, 4]))
+    cache(pool, [3, 4])
     assert pool.is_page_held(1), "block 2 reaches into page 1"
-    pool.cache(pool.release([2]))
+    cache(pool, [2])
     assert not pool.is_page_held(1)
 
 
@@ -156,10 +162,10 @@ def test_idle_pages_are_ordered_by_how_long_they_are_idle() -> None:
     pool = make_pool(4)
     take(pool, 6)
     for blocks in ([2, 3], [0], [4, 5], [1]):
-        pool.cache(pool.release(blocks))
-    assert list(pool.placement.idle) == [1, 2, 0]
+        cache(pool, blocks)
+    assert pool.idle_groups() == [1, 2, 0]
     pool.retain(2)
-    assert list(pool.placement.idle) == [2, 0]
+    assert pool.idle_groups() == [2, 0]
 
 
 def test_the_physical_cache_takes_lowest_ids_and_costs_no_page() -> None:
@@ -171,12 +177,37 @@ def test_the_physical_cache_takes_lowest_ids_and_costs_no_page() -> None:
     pool.check()
 
 
-def test_check_notices_a_lost_block() -> None:
+def test_check_notices_a_page_counted_twice() -> None:
     pool = make_pool(2)
     take(pool, 2)
-    pool.references[1] = 0
-    with pytest.raises(AssertionError, match="block 1"):
+    pool._residency.books.retain(1, 2)
+    with pytest.raises(AssertionError, match="differ from a recount"):
         pool.check()
+
+
+@pytest.mark.parametrize("block", [5, -1, 64, 1 << 40])
+def test_what_is_not_held_is_not_given_back(block: int) -> None:
+    pool = make_pool(2)
+    take(pool, 2)
+    with pytest.raises(AssertionError, match=f"block {block} "):
+        free(pool, [block])
+    with pytest.raises(AssertionError, match=f"block {block} "):
+        pool.retain(block)
+
+
+def test_a_block_that_is_held_cannot_be_taken() -> None:
+    pool = make_pool(2)
+    take(pool, 2)
+    with pytest.raises(AssertionError, match="block 1 is not free"):
+        pool.take_runs([(1, 3)])
+
+
+def test_the_page_of_a_near_block_comes_first() -> None:
+    pool = make_pool(2)
+    take(pool, 12)
+    free(pool, [1, 6, 7, 9])
+    assert pool.take_ready(1, 4) == [6], "page 1 is the emptiest, and block 4 is there"
+    assert pool.take_ready(2, 4) == [7, 1], "then the fullest"
 
 
 @pytest.mark.parametrize("widths", [(2,), (3,), (8,), (11,), (3, 3, 1), (20, 3)])
@@ -198,13 +229,13 @@ def test_random_operations_lose_and_duplicate_no_block(widths: tuple[int, ...]) 
             free(pool, gone)
         elif choice < 0.9:
             idle, held = held[-count:], held[:-count]
-            pool.cache(pool.release(idle))
+            cache(pool, idle)
             cached += idle
         else:
             gone, cached = cached[:count], cached[count:]
-            pool.free(gone)
+            pool.forget(gone)
             pool._residency.give_up_pages(count)
-            pool.settle()
+            pool.settle_pages()
         rng.shuffle(held)
         pool.check()
     assert (pool.num_held, pool.num_cached) == (len(held), len(cached))

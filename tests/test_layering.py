@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the one file that puts an engine together
     "engine.host": {*LEAVES, "facts", "cache", "worker", "vmm", "models", "loading", "neighbours"},
     "llm": {*LEAVES, "config", "engine", "server", "vmm"},
-    "cache": {"core", "errors"},
+    "cache": {"core", "errors", "_blocks"},
     "worker": {*LEAVES, "vmm", "models", "loading", "transfer"},
     "vmm": {"core", "errors", "_vmm"},
     "models": {"core", "errors", "_kernels"},

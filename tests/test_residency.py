@@ -7,7 +7,9 @@ import random
 import pytest
 from cache_ops import spec_of
 
-from xllm_cli.cache.pages import Geometry, Opening, WidthPages
+from xllm_cli._blocks import BlockList, Widths
+from xllm_cli.cache.blocks import BlockPool
+from xllm_cli.cache.pages import WidthPages
 from xllm_cli.cache.physical import AlwaysResident
 from xllm_cli.cache.residency import Residency
 from xllm_cli.core import PageDelta, PageRef
@@ -44,20 +46,22 @@ def test_page_arithmetic_agrees_with_bytes(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 5, 13])
-def test_touching_counts_the_blocks_of_a_run_on_a_page(width: int) -> None:
+def test_a_run_counts_once_on_every_page_that_each_of_its_blocks_touches(width: int) -> None:
     of = WidthPages(width, 4, (0,))
     for start, stop in ((0, 1), (0, 9), (3, 4), (2, 30)):
-        for page in range(of.first_page(start), of.last_page(stop - 1) + 1):
+        counts = WidthPages(width, 4, (0,)).counts
+        Widths([counts]).retain(start, stop)
+        for page in range(of.last_page(stop - 1) + 2):
             expected = sum(page in range(of.first_page(b), of.last_page(b) + 1) for b in range(start, stop))
-            assert of.touching(page, start, stop) == expected
+            assert counts.live(page) == expected
 
 
 @pytest.mark.parametrize(("width", "page"), [(1, 4), (3, 4), (4, 4), (1, 1)])
 def test_groups_partition_the_blocks(width: int, page: int) -> None:
-    geometry = Geometry(width, page)
+    blocks = BlockList(1000, width, page, Widths([]))
     for group in range(20):
-        blocks = range(geometry.start(group), geometry.start(group + 1))
-        assert all(geometry.group(block) == group for block in blocks)
+        inside = range(blocks.group_start(group), blocks.group_start(group + 1))
+        assert inside and all(blocks.group(block) == group for block in inside)
 
 
 # --- wanted and mapped
@@ -226,19 +230,22 @@ def test_one_tensor_stuck_maps_the_others_only() -> None:
 # --- costs and accounts
 
 
-def test_opening_counts_each_absent_page_once() -> None:
+def test_a_cold_block_costs_each_absent_page_once() -> None:
     residency = residency_of(3, 3)
     residency.retain(0, 1)
-    opening = residency.opening()
-    assert opening.cost(0) == 0
-    assert opening.cost(1) == 2
-    assert opening.accept(1) == 2, "block 2 reaches page 2"
-    assert opening.cost(2) == 2
+    pool = BlockPool(residency, num_blocks=30)
+    found = [pool.find_cold(count, pages) for count, pages in ((9, 0), (9, 2), (9, 3), (9, 4), (2, 9))]
+    assert found == [([(0, 1)], 1), ([(0, 2)], 2), ([(0, 2)], 2), ([(0, 4)], 4), ([(0, 2)], 2)]
 
 
-def test_opening_without_widths_costs_nothing() -> None:
-    opening = Opening(())
-    assert opening.cost(7) == 0 and opening.accept(7) > 1 << 40
+def test_a_spare_given_up_costs_as_if_it_were_absent() -> None:
+    residency = residency_of(4)
+    residency.retain(0, 3)
+    settle(residency)
+    pool = BlockPool(residency, num_blocks=30)
+    residency.release(1, 3)
+    assert pool.find_cold(9, 1) == ([(0, 4)], 4)
+    assert pool.find_cold(9, 1, gone={(0, 1), (0, 2)}) == ([(0, 2)], 2)
 
 
 def test_packed_blocks_is_the_most_whose_pages_fit() -> None:

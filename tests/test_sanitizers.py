@@ -37,6 +37,7 @@ def find_runtime(name: str) -> str | None:
 def build(folder: Path) -> Path:
     options = [
         "-DXLLM_BUILD_KERNELS=OFF",
+        "-DXLLM_BUILD_BLOCKS=OFF",
         "-DXLLM_SANITIZE=ON",
         "-DCMAKE_BUILD_TYPE=Debug",
         f"-DPython_EXECUTABLE={sys.executable}",

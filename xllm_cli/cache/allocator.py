@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from xllm_cli.cache.account import Account, GrowthGate
 from xllm_cli.cache.blocks import BlockPool, Cold
 from xllm_cli.cache.pages import runs_of
-from xllm_cli.cache.prefix import Entry, PrefixIndex
+from xllm_cli.cache.prefix import PrefixIndex
 from xllm_cli.cache.report import CacheCounters
 from xllm_cli.cache.residency import Residency, Spare
 
@@ -66,26 +66,27 @@ class Allocator:
             if short > self.index.num_idle:
                 return self._take_packed(own, count)
             self.residency.give_up(useless)
-        taken = self.pool.take_ready(min(count, self.pool.num_ready))
-        for run in cold.runs:
-            self.pool.take_run(run)
-            taken.extend(range(*run))
+        taken = self.pool.take_ready(min(count, self.pool.num_ready), own[-1] if own else -1)
+        if cold.runs:
+            self.pool.take_runs(cold.runs)
+            for run in cold.runs:
+                taken.extend(range(*run))
         if short > 0:
             reused = self.index.evict(short)
             self.counters.evicted_blocks += len(reused)
-            self.pool.reuse(reused)
+            for block in reused:
+                self.pool.retain(block)
             taken += reused
-        if self.residency.changed:
-            self.pool.settle()
+        self.pool.settle_pages()
         return taken
 
     def _cold(self, count: int, gone: Collection[Spare] = ()) -> Cold:
         if not self.residency.reclaims:
-            return self.pool.cold(count, 0)
+            return self.pool.find_cold(count, 0)
         pages = self.slack + sum(self.residency.tensors_of(spare) for spare in gone)
         if pages <= 0 or self.gate.is_closed(self._clock()):
             return NO_COLD
-        return self.pool.cold(count, pages, gone)
+        return self.pool.find_cold(count, pages, gone)
 
     def _useless_spares(self) -> set[Spare]:
         """Spares that no ready block touches: when all ready blocks are taken, these only cost bytes."""
@@ -116,51 +117,42 @@ class Allocator:
             return None
         self._forget(self.index.evict(self.index.num_idle))
         self.residency.give_up_pages(self.residency.spare_pages)
-        self.pool.settle()
-        self.pool.take(ids)
+        self.pool.settle_pages()
+        self.pool.take_runs(runs_of(ids))
         return ids
 
     # --- giving back ------------------------------------------------------------------------------------------------
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def give_back(self, blocks: list[int]) -> None:
         """Drop a reference on each; what nobody holds then stays cached if its KV is published, else is free."""
-        index, pool = self.index, self.pool
-        gone = pool.release(blocks)
+        if not blocks:
+            return
+        index, residency = self.index, self.residency
         if index.has_provisional:
-            self._forget_unwritten(gone)
-        free: list[int] = []
-        idle: list[Entry] = []
-        for block in gone:
-            entry = index.entry_of(block)
-            if entry is None:
-                free.append(block)
-            else:
-                idle.append(entry)
-        if free:
-            pool.free(free)
-        if idle:
-            pool.cache([entry.block for entry in idle])
-            for entry in idle:
-                index.make_idle(entry)
+            self._forget_unwritten(blocks)
+        residency.books.now = self._clock()
+        for block in self.pool.drop(blocks, index.by_block):
+            index.make_idle(index.by_block[block])
         self.pay()
 
     def _forget_unwritten(self, blocks: list[int]) -> None:
+        """Entries of blocks that lose their last holder before their KV is written."""
         for block in blocks:
             entry = self.index.entry_of(block)
-            if entry is not None and entry.provisional:
-                self.pool.free(self.index.forget(entry))
+            if entry is not None and entry.provisional and self.pool.references(block) == 1:
+                self.pool.forget(self.index.forget(entry))
 
     def withdraw(self) -> None:
         """Take back every provisional publication; the blocks stay with their holders."""
         for entry in self.index.provisional():
             if entry.alive:
-                self.pool.free(self.index.forget(entry))
+                self.pool.forget(self.index.forget(entry))
         self.pay()
 
     def forget_all(self) -> int:
         """Empty the index; returns the blocks that became free."""
         blocks = self.index.forget_all()
-        self.pool.free(blocks)
+        self.pool.forget(blocks)
         self.pay()
         return len(blocks)
 
@@ -168,23 +160,23 @@ class Allocator:
         """Give up spares while slack is negative."""
         if self.residency.spare_pages and self.slack < 0:
             self.residency.give_up_pages(-self.slack)
-            self.pool.settle()
+            self.pool.settle_pages()
 
     def reclaim(self, nbytes: int) -> int:
         """Make up to `nbytes` (rounded up to pages) leave with the next delta: spares, then the pages that only idle
         blocks keep, longest idle first. Returns the bytes that leave; less than asked when there is no more."""
-        residency, placement = self.residency, self.pool.placement
+        residency, pool = self.residency, self.pool
         if nbytes <= 0 or not residency.reclaims:
             return 0
         start = residency.leaving_pages
         target = start - (-nbytes // residency.page_bytes)
         residency.give_up_pages(target - residency.leaving_pages)
-        self.pool.settle()
-        for group in tuple(placement.idle) if residency.leaving_pages < target else ():
-            if group in placement.idle and not self.pool.is_page_held(group):
+        self.pool.settle_pages()
+        for group in pool.idle_groups() if residency.leaving_pages < target else ():
+            if pool.is_idle(group) and not pool.is_page_held(group):
                 self._forget_group(group)
                 residency.give_up_pages(target - residency.leaving_pages)
-                self.pool.settle()
+                self.pool.settle_pages()
                 if residency.leaving_pages >= target:
                     break
         self.pay()
@@ -198,7 +190,7 @@ class Allocator:
 
     def _forget(self, blocks: list[int]) -> None:
         self.counters.evicted_blocks += len(blocks)
-        self.pool.free(blocks)
+        self.pool.forget(blocks)
 
     def check(self) -> None:
         """No spare while pages must go; cached blocks are exactly the idle entries."""

@@ -151,7 +151,7 @@ class CacheManager:
         """
         self._relieve()
         self._residency.expire(now)
-        self._pool.settle()
+        self._pool.settle_pages()
         self._index.tick()
         return self._residency.delta(now)
 
@@ -175,7 +175,7 @@ class CacheManager:
         failed = set(stuck)
         unmapped = [ref for ref in unmap if ref not in failed]
         self._residency.apply(mapped=mapped, unmapped=unmapped, failed=[ref for ref in unmap if ref in failed])
-        self._pool.settle()
+        self._pool.settle_pages()
         self.counters.pages_mapped += len(mapped)
         self.counters.pages_unmapped += len(unmapped)
         page_bytes = self._residency.page_bytes
@@ -310,9 +310,9 @@ class CacheManager:
     def check(self) -> None:
         """Recount everything from scratch; an AssertionError names what differs. O(all blocks)."""
         self._pool.check()
-        self._index.check(lambda block: self._pool.references[block] > 0)
+        self._index.check(lambda block: self._pool.references(block) > 0)
         self._allocator.check()
         assert self._account.usage.kv_mapped == self._residency.mapped_bytes
         for block in (block for held in self._holds.values() for block in held):
-            assert self._pool.references[block] > 0, f"block {block} is under a hold and not held"
+            assert self._pool.references(block) > 0, f"block {block} is under a hold and not held"
         assert min(self.bands().values()) >= 0, f"a negative band in {self.bands()}"

@@ -9,9 +9,10 @@ Knows neither who holds a block nor why a page changes.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
+
+from xllm_cli._blocks import Pages
 
 Run = tuple[int, int]
 """Blocks `[start, stop)`, never empty."""
@@ -42,30 +43,22 @@ class Geometry(NamedTuple):
     width: int
     page: int
 
-    def group(self, block: int) -> int:
-        return block * self.width // self.page
-
-    def start(self, group: int) -> int:
-        """The first block of a group; the start of the next group ends it."""
-        return -(-group * self.page // self.width)
-
 
 class WidthPages:
     """The pages of all tensors of one width: equal counts, so one vector serves them. `tensors` are spec indices.
 
-    `live[p]` counts the live blocks that touch page p, `num_mapped[p]` the tensors that have it mapped (`partial` says
-    which, where it is only some). `missing`, `spares` and `leaving` are kept by Residency, `stuck` counts each tensor's
-    failed unmaps of a page.
+    `counts` (native) has the live blocks that touch each page, and the spares. `num_mapped[p]` counts the tensors that
+    have page p mapped (`partial` says which, where it is only some). `missing` and `leaving` are kept by Residency,
+    `stuck` counts each tensor's failed unmaps of a page.
     """
 
     def __init__(self, width: int, page_bytes: int, tensors: tuple[int, ...]) -> None:
         self.width, self.page_bytes, self.tensors = width, page_bytes, tensors
-        self.live: list[int] = []
+        self.counts = Pages(width, page_bytes, len(tensors))
         self.num_mapped: list[int] = []
         self.partial: dict[int, set[int]] = {}
         self.stuck: dict[int, dict[int, int]] = {}
         self.missing: dict[int, int] = {}
-        self.spares: OrderedDict[int, float] = OrderedDict()
         self.leaving: dict[int, int] = {}
 
     def first_page(self, block: int) -> int:
@@ -78,29 +71,19 @@ class WidthPages:
         """The blocks that touch a page."""
         return page * self.page_bytes // self.width, -(-(page + 1) * self.page_bytes // self.width)
 
-    def touching(self, page: int, start: int, stop: int) -> int:
-        """How many of the blocks `[start, stop)`, of which one at least touches the page, do."""
-        if stop - start == 1:
-            return 1
-        first = page * self.page_bytes // self.width
-        end = -(-(page + 1) * self.page_bytes // self.width)
-        return (end if end < stop else stop) - (first if first > start else start)
-
     def overlap(self, page: int, block: int) -> int:
         """The bytes of a block that lie on a page."""
         start, stop = block * self.width, (block + 1) * self.width
         return max(0, min(stop, (page + 1) * self.page_bytes) - max(start, page * self.page_bytes))
 
     def is_present(self, page: int) -> bool:
-        return page < len(self.live) and (self.live[page] > 0 or page in self.spares)
+        return self.counts.is_present(page)
 
     def reach(self, page: int) -> None:
-        """Make the vectors cover a page; they grow by half, never to the arena's size at once."""
-        short = page + 1 - len(self.live)
+        """Make the vector cover a page; it grows by half, never to the arena's size at once."""
+        short = page + 1 - len(self.num_mapped)
         if short > 0:
-            short = max(short, len(self.live) // 2)
-            self.live.extend([0] * short)
-            self.num_mapped.extend([0] * short)
+            self.num_mapped.extend([0] * max(short, len(self.num_mapped) // 2))
 
     def mapped_tensors(self, page: int) -> Collection[int]:
         """The tensors that have the page mapped."""
@@ -131,35 +114,3 @@ class WidthPages:
                 failures.pop(tensor, None)
             if not failures:
                 del self.stuck[page]
-
-
-class Opening:
-    """What blocks taken in ascending order would cost, in pages over all tensors. Changes nothing.
-
-    `gone` are spares, as (width index, page), counted as given up. Without widths every block is free of cost.
-    """
-
-    def __init__(self, widths: Sequence[WidthPages], gone: Collection[tuple[int, int]] = ()) -> None:
-        self._widths = widths
-        self._gone = gone
-        self._seen = [-1] * len(widths)
-
-    def cost(self, block: int) -> int:
-        """The absent pages that this block touches and no block accepted before it does."""
-        total = 0
-        for index, pages in enumerate(self._widths):
-            last = pages.last_page(block)
-            page = max(pages.first_page(block), self._seen[index] + 1)
-            while page <= last:
-                if not pages.is_present(page) or ((index, page) in self._gone):
-                    total += len(pages.tensors)
-                page += 1
-        return total
-
-    def accept(self, block: int) -> int:
-        """Take this block. Consecutive blocks from here to the returned one, excluded, cost nothing more."""
-        stop = NO_BLOCK
-        for index, pages in enumerate(self._widths):
-            last = self._seen[index] = pages.last_page(block)
-            stop = min(stop, (last + 1) * pages.page_bytes // pages.width)
-        return stop

@@ -5,10 +5,11 @@ The switch between the two is read once, where the residency is made; nothing on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from xllm_cli.cache.pages import Geometry, Opening, Run
-from xllm_cli.cache.residency import Residency, Spare
+from xllm_cli._blocks import Widths
+from xllm_cli.cache.pages import Geometry, Run
+from xllm_cli.cache.residency import Residency
 from xllm_cli.core import CacheSpec
 
 GROUP_BLOCKS = 64
@@ -21,23 +22,15 @@ class AlwaysResident(Residency):
 
     def __init__(self, spec: CacheSpec, *, num_blocks: int) -> None:
         super().__init__(spec, page_bytes=1, spare_pages=0)
+        self.books = Widths([])
         self.mapped_pages = num_blocks * spec.bytes_per_block
 
     @property
     def geometry(self) -> Geometry:
         return Geometry(1, GROUP_BLOCKS)
 
-    def retain(self, start: int, stop: int) -> None:
-        pass
-
-    def release(self, start: int, stop: int) -> None:
-        pass
-
     def present_runs(self, run: Run) -> list[Run]:
         return [run]
-
-    def opening(self, gone: Collection[Spare] = ()) -> Opening:
-        return Opening(())
 
     def pages_of(self, runs: Iterable[Run]) -> int:
         return 0

@@ -101,14 +101,14 @@ class _Generation:
 
 
 class PrefixIndex:
-    """Published blocks by digest. `page_use(block)` tells how many blocks use the block's page."""
+    """Published blocks by digest, and `by_block`. `page_use(block)` tells how many blocks use the block's page."""
 
     def __init__(self, page_use: Callable[[int], int]) -> None:
         self.num_idle = 0
         self.epoch = 0
         self._page_use = page_use
         self._by_digest: dict[bytes, Entry] = {}
-        self._by_block: dict[int, Entry] = {}
+        self.by_block: dict[int, Entry] = {}
         self._idle: OrderedDict[int, _Generation] = OrderedDict()
         self._provisional: dict[Entry, None] = {}
         self._stamp = 0
@@ -118,7 +118,7 @@ class PrefixIndex:
 
     def entry_of(self, block: int) -> Entry | None:
         """The entry that this very block is published under."""
-        return self._by_block.get(block)
+        return self.by_block.get(block)
 
     def tick(self) -> None:
         """A plan ends: what is used from here on is younger."""
@@ -140,7 +140,7 @@ class PrefixIndex:
         assert parent is None or parent.alive, "published under a forgotten parent"
         entry = Entry(key, parent, block, provisional=provisional)
         self._by_digest[key.digest] = entry
-        self._by_block[block] = entry
+        self.by_block[block] = entry
         if parent is not None:
             parent.children[key.digest] = entry
         if provisional:
@@ -225,7 +225,7 @@ class PrefixIndex:
             gone.children = {}
             gone.alive = False
             del self._by_digest[gone.key.digest]
-            del self._by_block[gone.block]
+            del self.by_block[gone.block]
             self._provisional.pop(gone, None)
             if gone.is_idle:
                 self._unfile(gone)
@@ -244,9 +244,9 @@ class PrefixIndex:
 
     def check(self, is_held: Callable[[int], bool]) -> None:
         """Walk every entry: both maps agree, parents are present and at least as young, idle means not held."""
-        assert len(self._by_digest) == len(self._by_block)
+        assert len(self._by_digest) == len(self.by_block)
         for digest, entry in self._by_digest.items():
-            assert entry.alive and entry.key.digest == digest and self._by_block[entry.block] is entry
+            assert entry.alive and entry.key.digest == digest and self.by_block[entry.block] is entry
             assert entry.is_idle != is_held(entry.block), f"entry of block {entry.block}: idle is {entry.is_idle}"
             assert entry.provisional == (entry in self._provisional)
             if entry.parent is not None:

@@ -1,7 +1,8 @@
 """Which pages the live blocks want, and which the ranks have mapped.
 
-Owns the counts of live (held or cached) blocks per page, one vector per distinct tensor width, and what the ranks have
-acknowledged. It knows neither who holds a block nor the budget.
+Owns what the ranks have acknowledged and, natively (`books`), the counts of live (held or cached) blocks per page, one
+vector per distinct tensor width. It knows neither who holds a block nor the budget. BlockPool counts on the books; a
+page that turned wanted or unwanted, other than from or to the spares, is filed here.
 
 For each page exactly one holds (c = live blocks touching it, k = tensors of its width that have it mapped, m = all):
     absent   c = 0, k = 0
@@ -15,10 +16,11 @@ Totals count every tensor's page once, so that bytes are pages times `page_bytes
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from xllm_cli.cache.pages import Geometry, Opening, Run, WidthPages
+from xllm_cli._blocks import Widths
+from xllm_cli.cache.pages import Geometry, Run, WidthPages
 from xllm_cli.core import CacheSpec, PageDelta, PageRef
 
 SPARE_SECONDS = 1.0
@@ -52,9 +54,10 @@ class Residency:
         self.max_spare_pages = spare_pages
         self.widths = [WidthPages(w, page_bytes, tuple(by_width[w])) for w in sorted(by_width, reverse=True)]
         self._width_of = {tensor: pages for pages in self.widths for tensor in pages.tensors}
-        self.mapped_pages = self.missing_pages = self.spare_pages = self.leaving_pages = 0
+        self.books = Widths([pages.counts for pages in self.widths])
+        self.mapped_pages = self.missing_pages = self.leaving_pages = 0
         self.changed: list[Changed] = []
-        self._now = self._retry_at = 0.0
+        self._retry_at = 0.0
 
     @property
     def geometry(self) -> Geometry:
@@ -74,61 +77,44 @@ class Residency:
 
     # --- blocks come and go -----------------------------------------------------------------------------------------
 
+    @property
+    def spare_pages(self) -> int:
+        """Mapped pages, over all tensors, that no block wants and that are kept for a moment."""
+        total = 0
+        for pages in self.widths:
+            total += pages.counts.num_spares * len(pages.tensors)
+        return total
+
     def retain(self, start: int, stop: int) -> None:
         """The blocks `[start, stop)` become live."""
-        for pages in self.widths:
-            width, page_bytes = pages.width, pages.page_bytes
-            last = (stop * width - 1) // page_bytes
-            if last >= len(pages.live):
-                pages.reach(last)
-            live = pages.live
-            for page in range(start * width // page_bytes, last + 1):
-                before = live[page]
-                live[page] = before + pages.touching(page, start, stop)
-                if not before:
-                    self._want(pages, page)
+        self.books.retain(start, stop)
+        self.file_turned()
 
     def release(self, start: int, stop: int) -> None:
         """The blocks `[start, stop)` are live no more."""
-        for pages in self.widths:
-            live = pages.live
-            for page in range(
-                start * pages.width // pages.page_bytes, (stop * pages.width - 1) // pages.page_bytes + 1
-            ):
-                after = live[page] = live[page] - pages.touching(page, start, stop)
-                if not after:
-                    self._unwant(pages, page)
+        self.books.release(start, stop)
+        self.file_turned()
 
-    def _want(self, pages: WidthPages, page: int) -> None:
-        """The first block lives on a page. The usual case, a spare, is cut short: it stays present."""
-        if page in pages.spares:
-            del pages.spares[page]
-            self.spare_pages -= len(pages.tensors)
-        else:
-            self._file(pages, page, was_present=False)
-
-    def _unwant(self, pages: WidthPages, page: int) -> None:
-        """The last block left a page. The usual case, a page to spare, is cut short: it stays present."""
-        if pages.num_mapped[page] == len(pages.tensors) and page not in pages.stuck:
-            pages.spares[page] = self._now
-            self.spare_pages += len(pages.tensors)
-        else:
-            self._file(pages, page, was_present=True)
+    def file_turned(self) -> None:
+        """File the pages that a first block came to, or a last one left, and that are no spares."""
+        for index, page, is_live in self.books.take_turned():
+            self.widths[index].reach(page)
+            self._file(self.widths[index], page, was_present=not is_live)
 
     def _file(self, pages: WidthPages, page: int, *, was_present: bool, keep: bool = True) -> None:
         """Put a page on the one list that fits its counts, and note a change of presence."""
         self.missing_pages -= pages.missing.pop(page, 0)
         self.leaving_pages -= pages.leaving.pop(page, 0)
-        mapped, every = pages.num_mapped[page], len(pages.tensors)
-        if pages.spares.pop(page, None) is not None:
-            self.spare_pages -= every
-        if pages.live[page]:
+        mapped, every, counts = pages.num_mapped[page], len(pages.tensors), pages.counts
+        usable = mapped == every and page not in pages.stuck
+        counts.set_usable(page, usable)
+        counts.remove_spare(page)
+        if counts.live(page):
             if mapped < every:
                 pages.missing[page] = every - mapped
                 self.missing_pages += every - mapped
-        elif mapped == every and keep and page not in pages.stuck:
-            pages.spares[page] = self._now
-            self.spare_pages += every
+        elif usable and keep:
+            counts.add_spare(page, self.books.now)
         elif mapped:
             pages.leaving[page] = mapped - len(pages.stuck.get(page, ()))
             self.leaving_pages += pages.leaving[page]
@@ -154,10 +140,6 @@ class Residency:
             runs = kept
         return runs
 
-    def opening(self, gone: Collection[Spare] = ()) -> Opening:
-        """A fresh account of what ascending blocks would cost; `gone` are spares taken as given up."""
-        return Opening(self.widths, gone)
-
     def pages_of(self, runs: Iterable[Run]) -> int:
         """The pages, over all tensors, that the given blocks touch together. O(pages)."""
         runs = list(runs)
@@ -182,7 +164,7 @@ class Residency:
     def spares(self) -> Iterator[tuple[Spare, Run]]:
         """Every spare with the blocks that touch it."""
         for index, pages in enumerate(self.widths):
-            for page in pages.spares:
+            for page in pages.counts.spares():
                 yield (index, page), pages.blocks_of(page)
 
     def tensors_of(self, spare: Spare) -> int:
@@ -198,19 +180,17 @@ class Residency:
         """Let spares of at least `count` pages leave, oldest first, or all there are."""
         stop_at = self.spare_pages - count
         for pages in self.widths:
-            while pages.spares and self.spare_pages > stop_at:
-                self._file(pages, next(iter(pages.spares)), was_present=True, keep=False)
+            while pages.counts.num_spares and self.spare_pages > stop_at:
+                self._file(pages, pages.counts.oldest_spare(), was_present=True, keep=False)
 
     def expire(self, now: float) -> None:
         """Give up the spares that are a second old or too many."""
-        self._now = now
+        self.books.now = now
         self.give_up_pages(self.spare_pages - self.max_spare_pages)
         for pages in self.widths:
-            while pages.spares:
-                page, since = next(iter(pages.spares.items()))
-                if now - since < SPARE_SECONDS:
-                    break
-                self._file(pages, page, was_present=True, keep=False)
+            counts = pages.counts
+            while counts.num_spares and now - counts.since(counts.oldest_spare()) >= SPARE_SECONDS:
+                self._file(pages, counts.oldest_spare(), was_present=True, keep=False)
 
     # --- the delta --------------------------------------------------------------------------------------------------
 
@@ -239,7 +219,7 @@ class Residency:
             failures[tensor] = failures.get(tensor, 0) + 1
             self._file(pages, page, was_present=was_present)
         if failed and self.unmap_failures >= QUICK_RETRIES:
-            self._retry_at = self._now + RETRY_SECONDS
+            self._retry_at = self.books.now + RETRY_SECONDS
 
     def _change(self, refs: Sequence[PageRef], *, mapped: bool) -> None:
         tensors_of: dict[Spare, list[int]] = {}
@@ -268,8 +248,8 @@ class Residency:
         for pages in self.widths:
             if pages.missing or any(pages.leaving.values()):
                 return now
-            if pages.spares:
-                due.append(next(iter(pages.spares.values())) + SPARE_SECONDS)
+            if pages.counts.num_spares:
+                due.append(pages.counts.since(pages.counts.oldest_spare()) + SPARE_SECONDS)
             if pages.leaving:
                 due.append(now if self._retry_due(now) else self._retry_at)
         return min(due, default=None)
@@ -291,14 +271,15 @@ class Residency:
         """Recount everything from the live blocks; an AssertionError names what differs."""
         missing = spare = leaving = mapped = 0
         for pages in self.widths:
-            counts = [0] * len(pages.live)
+            live = pages.counts.counts()
+            counts = [0] * len(live)
             for block in (block for run in live_runs for block in range(*run)):
                 for page in range(pages.first_page(block), pages.last_page(block) + 1):
                     counts[page] += 1
-            assert counts == pages.live, f"live counts of width {pages.width} differ from a recount"
+            assert counts == live, f"live counts of width {pages.width} differ from a recount"
             _check_lists(pages)
             missing += sum(pages.missing.values())
-            spare += len(pages.spares) * len(pages.tensors)
+            spare += pages.counts.num_spares * len(pages.tensors)
             leaving += sum(pages.leaving.values())
             mapped += sum(pages.num_mapped)
         totals = (self.missing_pages, self.spare_pages, self.leaving_pages, self.mapped_pages)
@@ -306,10 +287,15 @@ class Residency:
 
 
 def _check_lists(pages: WidthPages) -> None:
-    every = len(pages.tensors)
-    for page, (live, mapped) in enumerate(zip(pages.live, pages.num_mapped, strict=True)):
+    every, counts = len(pages.tensors), pages.counts
+    spares = set(counts.spares())
+    assert len(spares) == counts.num_spares, "a spare twice"
+    for page, mapped in enumerate(pages.num_mapped):
+        live = counts.live(page)
         assert (page in pages.partial) == (0 < mapped < every), f"page {page}: {mapped} of {every} mapped"
         assert (page in pages.missing) == (live > 0 and mapped < every), f"page {page} wrongly missing or not"
-        unwanted = (page in pages.spares) + (page in pages.leaving)
+        unwanted = (page in spares) + (page in pages.leaving)
         assert unwanted == (live == 0 and mapped > 0), f"page {page} must be spare or leaving exactly when unwanted"
-        assert page not in pages.spares or (mapped == every and page not in pages.stuck), f"page {page} is no spare"
+        assert page not in spares or (mapped == every and page not in pages.stuck), f"page {page} is no spare"
+    beyond = range(len(pages.num_mapped), len(counts.counts()))
+    assert not any(counts.live(page) for page in beyond), "a live page was never filed"
