@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from xllm_cli.config import make_config, print_form, resolve
 from xllm_cli.errors import ConfigError
 from xllm_cli.flags import Config
-from xllm_cli.rules import Case, broken_rules
+from xllm_cli.rules import Case
 from xllm_cli.sources import Setting, Settings, from_file
+from xllm_cli.verdict import broken_rules
 
 
 def refusal(**flags: Any) -> str:

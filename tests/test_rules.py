@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from xllm_cli.facts import Facts
 from xllm_cli.flags import FLAGS, Config
-from xllm_cli.rules import RULES, Case, broken_rules, problems, smallest_fix, unbuilt, warnings
+from xllm_cli.rules import RULES, Case
+from xllm_cli.verdict import broken_rules, problems, smallest_fix, unbuilt, warnings
 
 KV = {"enable_vmm_kvcache": True}
 WEIGHTS = {"enable_vmm_weights": True, "vmm_elastic": True}
 HYBRID = Facts(is_hybrid=True)
 MTP = {"num_speculative_tokens": 3}
 PD = {"enable_disagg_pd": True}
+SMALL_PAGES = {"phy_page_granularity_size": 2**16}
 
 BROKEN: list[tuple[str, dict[str, Any], Facts]] = [
     ("R2", WEIGHTS | {"backend": "vlm"}, Facts()),
@@ -55,6 +57,10 @@ BROKEN: list[tuple[str, dict[str, Any], Facts]] = [
     ("R16", {"max_tokens_per_chunk_for_prefill": 24, "block_size": 16}, HYBRID),
     ("R17", {"device": "npu", "block_size": 64}, Facts()),
     ("R17", {"block_size": 256}, Facts(auto="npu")),
+    ("C1", KV | SMALL_PAGES | {"device": "npu"}, Facts(drivers=frozenset({"npu"}))),
+    ("C2", SMALL_PAGES | {"host_page_mode": "huge"}, Facts()),
+    ("C3", {"node_rank": 1}, Facts()),
+    ("C3", {"node_rank": 4, "nnodes": 4}, Facts()),
 ]
 HELD: list[tuple[str, dict[str, Any], Facts]] = [
     ("R2", WEIGHTS | {"backend": "llm"}, Facts(backend="vlm")),
@@ -92,6 +98,12 @@ HELD: list[tuple[str, dict[str, Any], Facts]] = [
     ("R16", {}, HYBRID),
     ("R17", {"device": "npu"}, Facts()),
     ("R17", {"device": "cpu", "block_size": 64}, Facts()),
+    ("C1", SMALL_PAGES | {"device": "npu"}, Facts()),
+    ("C1", KV | SMALL_PAGES, Facts()),
+    ("C2", SMALL_PAGES, Facts()),
+    ("C2", {"host_page_mode": "huge", "phy_page_granularity_size": 2**22}, Facts()),
+    ("C3", {"node_rank": 0}, Facts()),
+    ("C3", {"node_rank": 3, "nnodes": 4}, Facts()),
 ]
 
 
@@ -115,7 +127,8 @@ def test_held(name: str, flags: dict[str, Any], facts: Facts) -> None:
 def test_every_refusal_has_both_sides_here() -> None:
     names = {rule.name for rule in RULES if not rule.is_warning}
     assert names == {name for name, _, _ in BROKEN} == {name for name, _, _ in HELD}
-    assert names == {"R2", "R3", *(f"R{number}" for number in (6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17))}
+    specified = {name for name in names if name.startswith("R")}
+    assert specified == {"R2", "R3", *(f"R{number}" for number in (6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17))}
 
 
 @pytest.mark.parametrize(
@@ -130,6 +143,12 @@ def test_every_refusal_has_both_sides_here() -> None:
         ("R14", {"vmm_elastic": True}, True),
         ("R14", KV | {"vmm_elastic": True}, False),
         ("R14", WEIGHTS, False),
+        ("C4", KV | {"vmm_memory_reserve_bytes": 1}, True),
+        ("C4", KV | {"vmm_elastic": True, "vmm_memory_reserve_bytes": 1}, False),
+        ("C5", {"enable_chunked_prefill": False, "max_tokens_per_chunk_for_prefill": 64}, True),
+        ("C5", {"enable_chunked_prefill": False}, False),
+        ("C6", {"enable_in_batch_prefix_cache": True, "enable_prefix_cache": False}, True),
+        ("C6", {"enable_in_batch_prefix_cache": True}, False),
     ],
 )
 def test_warning(name: str, flags: dict[str, Any], warned: bool) -> None:
@@ -203,6 +222,8 @@ def draws() -> st.SearchStrategy[dict[str, Any]]:
     values |= {"model": ["/m"], "draft_model": ["", "/m", "/d"], "num_speculative_tokens": [0, 3]}
     values |= {"host_blocks_factor": [0.0, 1.0, 2.0], "max_memory_utilization": [None, 0.0, 0.5, 1.0]}
     values |= {"max_cache_size": [0, 1], "block_size": [16, 128], "max_tokens_per_chunk_for_prefill": [None, 16, 200]}
+    values |= {"phy_page_granularity_size": [2**16, 2**21], "nnodes": [1, 2], "node_rank": [None, 0, 1, 2]}
+    values |= {"vmm_memory_reserve_bytes": [0, 1]}
     return st.fixed_dictionaries({}, optional={name: st.sampled_from(v) for name, v in values.items()})
 
 
@@ -214,6 +235,7 @@ def breaks_specification(c: Config, facts: Facts) -> bool:
     device = facts.auto if c.model.device == "auto" else c.model.device
     speculates, is_fixed_or_physical = spec.num_speculative_tokens > 0, not elastic or not kv
     chunk, is_mtp = c.scheduler.max_tokens_per_chunk_for_prefill, spec.speculative_algorithm == "MTP"
+    has_small_pages = c.kv_cache.phy_page_granularity_size < 2**21
     quantized = {c.kv_cache.kv_cache_dtype, c.kv_cache.indexer_cache_dtype} & {"int8", "fp8"}
     return any(
         [
@@ -230,6 +252,8 @@ def breaks_specification(c: Config, facts: Facts) -> bool:
             (kv or weights) and device not in facts.drivers,
             facts.is_hybrid and c.kv_cache.enable_prefix_cache and chunk and chunk % c.kv_cache.block_size,
             device == "npu" and c.kv_cache.block_size != 128,
+            has_small_pages and ((device != "cpu" and (kv or weights)) or c.host.host_page_mode == "huge"),
+            (c.distributed.node_rank or 0) >= c.distributed.nnodes,
         ]
     )
 

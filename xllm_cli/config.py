@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from xllm_cli import facts, rules
+from xllm_cli import facts, verdict
 from xllm_cli.declare import did_you_mean
-from xllm_cli.errors import ConfigError
+from xllm_cli.errors import ConfigError, XllmError
 from xllm_cli.flags import FLAGS, Config, LaunchConfig
+from xllm_cli.rules import Case
 from xllm_cli.sources import Setting, Settings
 
 logger = logging.getLogger(__name__)
@@ -52,11 +55,11 @@ def make_config(**flags: Any) -> Config:
     return resolved.config
 
 
-def resolve(settings: Settings, *, needs_model: bool = False, is_dry: bool = False) -> Resolved:
+def resolve(settings: Settings, *, needs_model: bool = False) -> Resolved:
     """Settings → a configuration that breaks no rule. Raises ConfigError: first what is not even a configuration
     (names, types, ranges), then broken rules and unsupported values, each time all of them in one message.
 
-    Nothing is served when `is_dry`: what is valid and cannot be served yet is a warning then."""
+    Where only the configuration is printed, it needs no model, and what cannot be served yet is a warning."""
     nested: dict[str, dict[str, Any]] = {}
     for name, setting in settings.given.items():
         nested.setdefault(FLAGS[name].section, {})[name] = setting.value
@@ -73,14 +76,14 @@ def resolve(settings: Settings, *, needs_model: bool = False, is_dry: bool = Fal
     if errors:
         raise ConfigError(report(errors))
     sources = {name: setting.source for name, setting in settings.given.items()}
-    case = rules.Case(config, facts.look(config), sources)
-    unbuilt = rules.unbuilt(case)
-    broken = rules.problems(case) + ([] if is_dry else unbuilt)
-    if needs_model and not config.model.model:
+    case = Case(config, facts.look(config), sources)
+    unbuilt = verdict.unbuilt(case)
+    broken = verdict.problems(case) + ([] if launched.only_prints else unbuilt)
+    if needs_model and not launched.only_prints and not config.model.model:
         broken.append("--model is missing. Fix: --model=FOLDER (`xllm fetch smollm2-135m-instruct` gets a small one)")
     if broken:
         raise ConfigError(report(broken))
-    return Resolved(config, launched, sources, rules.warnings(case) + (unbuilt if is_dry else []))
+    return Resolved(config, launched, sources, verdict.warnings(case) + (unbuilt if launched.only_prints else []))
 
 
 def print_form(resolved: Resolved) -> str:
@@ -91,6 +94,43 @@ def print_form(resolved: Resolved) -> str:
             for name, value in values.items():
                 values[name] = {"value": value, "source": resolved.sources.get(name, "default")}
     return json.dumps(content, indent=2)
+
+
+def rank_commands(resolved: Resolved) -> list[str]:
+    """What to type for each rank, or for the one that was asked for: every flag that was given, in its canonical form.
+
+    Rank r listens on port + r. A secret is told as hidden.
+    """
+    config = resolved.config
+    own = {"port", "node_rank"}
+    names = [name for name in resolved.sources if FLAGS[name].section != "launch" and name not in own]
+    flags = [FLAGS[name].spell(config.value(name)) for name in names if config.value(name) is not None]
+    asked, count = config.distributed.node_rank, config.distributed.nnodes
+    return [
+        shlex.join(["xllm", "serve", *flags, *_own_flags(config.service.port, rank, count)])
+        for rank in ([asked] if asked is not None else range(count))
+    ]
+
+
+def _own_flags(port: int, rank: int, count: int) -> list[str]:
+    return [f"--port={port + rank if port else 0}", *([f"--node_rank={rank}"] if count > 1 else [])]
+
+
+def dump(resolved: Resolved) -> None:
+    """Write the configuration where --dump_config_json_file says, whole or not at all; folders are made.
+
+    XllmError when it cannot be written: nothing was loaded yet.
+    """
+    path = Path(resolved.launch.dump_config_json_file)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(resolved.config.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+        draft.replace(path)
+    except (OSError, ValueError) as error:
+        draft.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise XllmError(f"--dump_config_json_file={path} cannot be written: {reason}") from error
 
 
 def _out_of_range(name: str, settings: Settings) -> str:

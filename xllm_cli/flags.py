@@ -167,6 +167,11 @@ class LaunchConfig(Section):
     )  # fmt: skip
     help: str = flag("", "this help; =all lists every flag, =WORD those about a word", bare="short")
 
+    @property
+    def only_prints(self) -> bool:
+        """Nothing is served."""
+        return self.dry_run or self.print_config != "false"
+
 
 def sections() -> Iterator[tuple[str, type[Section]]]:
     """Attribute name and class of every section of Config, in order."""

@@ -52,7 +52,7 @@ def limits_table() -> str:
         for rule in RULES
     ]
     rows += _BEHAVIOURS
-    rows.sort(key=lambda row: int(row[0][1:]))
+    rows.sort(key=lambda row: (row[0][0] != "R", int(row[0][1:])))
     lines = ["| rule | flags | limit | answer |", "|---|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 

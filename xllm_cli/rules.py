@@ -1,6 +1,7 @@
 """The rules of what goes together: a table of (name, flags, limit, when broken, fixes).
 
-One row's `limit` is both the reason in a message and the line of the README's table. A rule reads a configuration and
+R1 to R17 are the specification's, C1 and following are those of devices and of flags that belong together. One row's
+`limit` is both the reason in a message and the line of the README's table. A rule reads a configuration and
 the facts about machine and checkpoint, nothing else; a refusal and a warning differ in one field. Rules of behaviour
 (R1, R4) are properties of Config and answers of the server; here are only their warnings.
 """
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from xllm_cli.declare import Flag
 from xllm_cli.facts import Facts
 from xllm_cli.flags import FLAGS, Config
 
@@ -91,6 +91,7 @@ def _whole_chunk(case: Case) -> Iterable[Change]:
 
 
 _QUANTIZED = ("int8", "fp8")
+_HUGE = 2 * 2**20
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -225,81 +226,40 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.device == "npu" and c["block_size"] != 128,
         _set(block_size=128),
     ),
+    Rule(
+        "C1", ("device", "phy_page_granularity_size", "enable_vmm_kvcache", "enable_vmm_weights"),
+        "pages of npu and cuda are multiples of 2 MiB",
+        lambda c: c.device in ("npu", "cuda") and c.config.has_pool and c["phy_page_granularity_size"] % _HUGE != 0,
+        _set(phy_page_granularity_size=_HUGE),
+    ),
+    Rule(
+        "C2", ("host_page_mode", "phy_page_granularity_size"),
+        "huge pages are multiples of 2 MiB",
+        lambda c: c["host_page_mode"] == "huge" and c["phy_page_granularity_size"] % _HUGE != 0,
+        _either({"phy_page_granularity_size": _HUGE}, {"host_page_mode": "auto"}),
+    ),
+    Rule(
+        "C3", ("node_rank", "nnodes"),
+        "ranks are numbered from 0 to nnodes - 1",
+        lambda c: c["node_rank"] is not None and c["node_rank"] >= c["nnodes"],
+        lambda c: ({"nnodes": c["node_rank"] + 1}, {"node_rank": None}),
+    ),
+    Rule(
+        "C4", ("vmm_memory_reserve_bytes", "vmm_elastic", "enable_vmm_kvcache", "enable_vmm_weights"),
+        "the reserve is kept free by growing less, and only an elastic pool grows",
+        lambda c: c["vmm_memory_reserve_bytes"] > 0 and not (c["vmm_elastic"] and c.config.has_pool),
+        _set(vmm_memory_reserve_bytes=0), is_warning=True,
+    ),
+    Rule(
+        "C5", ("max_tokens_per_chunk_for_prefill", "enable_chunked_prefill"),
+        "without chunked prefill there are no chunks to bound",
+        lambda c: c["max_tokens_per_chunk_for_prefill"] is not None and not c["enable_chunked_prefill"],
+        _set(max_tokens_per_chunk_for_prefill=None), is_warning=True,
+    ),
+    Rule(
+        "C6", ("enable_in_batch_prefix_cache", "enable_prefix_cache"),
+        "without a prefix cache there is nothing to share within a batch",
+        lambda c: c["enable_in_batch_prefix_cache"] and not c["enable_prefix_cache"],
+        _set(enable_in_batch_prefix_cache=False), is_warning=True,
+    ),
 )  # fmt: skip
-
-
-def broken_rules(case: Case) -> list[Rule]:
-    """The rules that refuse this configuration."""
-    return [rule for rule in RULES if not rule.is_warning and rule.broken(case)]
-
-
-def smallest_fix(rule: Rule, case: Case) -> Change:
-    """The first of the rule's fixes that breaks no rule that held before, else the first that mends this one."""
-    before = set(broken_rules(case))
-    mending = [fix for fix in rule.fixes(case) if not rule.broken(case.changed(fix))]
-    return next((fix for fix in mending if set(broken_rules(case.changed(fix))) <= before), mending[0])
-
-
-def problems(case: Case) -> list[str]:
-    """One line for each broken rule, then one for each group of flags that no version of this server will take."""
-    lines = [f"{rule.name}: {_named(rule, case)}: {rule.limit}. {_advice(rule, case)}" for rule in broken_rules(case)]
-    return lines + _unsupported(case, never=True)
-
-
-def unbuilt(case: Case) -> list[str]:
-    """One line for each reason why values that break no rule cannot be served yet."""
-    return _unsupported(case, never=False)
-
-
-def _unsupported(case: Case, *, never: bool) -> list[str]:
-    """Flags of one reason share a line."""
-    refused = [one for one in _configuration() if not one.is_supported(case[one.name])]
-    chosen = [one for one in refused if one.meta.get("never", False) is never]
-    return [
-        f"{_list(flags, case)} {'are' if len(flags) > 1 else 'is'} not supported{'' if never else ' yet'}: {why}. "
-        f"Fix: {' '.join(one.meta.get('instead') or _spell(one.name, one.default) for one in flags)}"
-        for why, flags in _by_reason(chosen).items()
-    ]
-
-
-def _by_reason(flags: Iterable[Flag]) -> dict[str, list[Flag]]:
-    groups: dict[str, list[Flag]] = {}
-    for one in flags:
-        groups.setdefault(one.meta["why"], []).append(one)
-    return groups
-
-
-def _configuration() -> Iterable[Flag]:
-    return (one for one in FLAGS.values() if one.section != "launch")
-
-
-def _list(flags: Iterable[Flag], case: Case) -> str:
-    return ", ".join(_told(one.name, case) for one in flags)
-
-
-def warnings(case: Case) -> list[str]:
-    """One line for each rule that only warns, then one for each reason why flags change nothing here."""
-    rules = [rule for rule in RULES if rule.is_warning and rule.broken(case)]
-    named = {name for rule in rules for name in rule.flags}
-    lines = [f"{rule.name}: {_named(rule, case)}: {rule.limit}" for rule in rules]
-    idle = _by_reason(one for one in _configuration() if one.name not in named and one.is_idle(case[one.name]))
-    return lines + [
-        f"{_list(flags, case)} {'have' if len(flags) > 1 else 'has'} no effect here: {why}"
-        for why, flags in idle.items()
-    ]
-
-
-def _told(name: str, case: Case) -> str:
-    return f"{FLAGS[name].spell(case[name])} ({case.sources.get(name, 'default')})"
-
-
-def _named(rule: Rule, case: Case) -> str:
-    return ", ".join(_told(name, case) for name in rule.flags)
-
-
-def _advice(rule: Rule, case: Case) -> str:
-    return "Fix: " + " ".join(_spell(name, value) for name, value in smallest_fix(rule, case).items())
-
-
-def _spell(name: str, value: Any) -> str:
-    return f"leave out --{name}" if value is None else FLAGS[name].spell(value)

@@ -5,19 +5,30 @@ from __future__ import annotations
 import os
 
 import click
+from click.shell_completion import CompletionItem
 
 from xllm_cli import manual
 from xllm_cli.argv import canonical
-from xllm_cli.config import print_form, report, resolve
+from xllm_cli.config import dump, print_form, rank_commands, report, resolve
 from xllm_cli.declare import Flag
 from xllm_cli.errors import ConfigError
+from xllm_cli.flagfile import expand
 from xllm_cli.flags import FLAGS
 from xllm_cli.sources import gather
 
 
 def _option(flag: Flag) -> click.Option:
     """The option of a flag. Its value stays text: all sources are parsed in one place (sources.py)."""
-    return click.Option([f"--{flag.name}"], type=str, help=flag.help)
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if flag.name.endswith("file"):
+            return [CompletionItem(incomplete, type="file")]
+        if flag.name.endswith(("model", "_dir")):
+            return [CompletionItem(incomplete, type="dir")]
+        values = ("true", "false") if flag.kind == "bool" else flag.choices
+        return [CompletionItem(value) for value in values if value and value.startswith(incomplete)]
+
+    return click.Option([f"--{flag.name}"], type=str, help=flag.help, shell_complete=complete)
 
 
 class ServeCommand(click.Command):
@@ -25,14 +36,23 @@ class ServeCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Canonical spelling first; what is wrong with the spelling is reported all at once."""
-        spelled = canonical(args)
         if ctx.resilient_parsing:  # a shell asks for completions
-            return super().parse_args(ctx, spelled.argv)
+            return super().parse_args(ctx, canonical(args).argv)
+        spelled = canonical(expand(args))
         if spelled.errors and not any(arg.startswith("--help=") for arg in spelled.argv):
             raise ConfigError(report(spelled.errors))
         for warning in spelled.warnings:
             _warn(warning)
         return super().parse_args(ctx, spelled.argv)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The flags that begin so, ready for their values, or the folders of a model given without its flag."""
+        if not incomplete.startswith("-"):
+            return [CompletionItem(incomplete, type="dir")]
+        names = {f"--{name}=": flag for name, flag in FLAGS.items()}
+        if incomplete.startswith("--no"):
+            names |= {f"--no{name}": flag for name, flag in FLAGS.items() if flag.kind == "bool"}
+        return [CompletionItem(name, help=flag.help) for name, flag in names.items() if name.startswith(incomplete)]
 
 
 def _warn(message: str) -> None:
@@ -48,13 +68,16 @@ def _serve(**texts: str | None) -> int:
     settings = gather(given, os.environ)
     for warning in settings.warnings:
         _warn(warning)
-    prints = settings.given.get("print_config")
-    resolved = resolve(settings, needs_model=prints is None or prints.value == "false")
+    resolved = resolve(settings, needs_model=True)
     for warning in resolved.warnings:
         _warn(warning)
-    if resolved.launch.print_config != "false":
+    if resolved.launch.only_prints:
         click.echo(print_form(resolved))
+        for line in rank_commands(resolved) if resolved.launch.dry_run else ():
+            click.echo(line, err=True)
         return 0
+    if resolved.launch.enable_dump_config_json:
+        dump(resolved)
     from xllm_cli.server.run import run
 
     return run(resolved.config)

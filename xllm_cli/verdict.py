@@ -1,0 +1,90 @@
+"""What the rules say of a configuration, in words: broken rules with their smallest fix, what is not built, warnings.
+
+Flags of one reason share a line. Knows no rule and no flag by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from xllm_cli.declare import Flag
+from xllm_cli.flags import FLAGS
+from xllm_cli.rules import RULES, Case, Change, Rule
+
+
+def broken_rules(case: Case) -> list[Rule]:
+    """The rules that refuse this configuration."""
+    return [rule for rule in RULES if not rule.is_warning and rule.broken(case)]
+
+
+def smallest_fix(rule: Rule, case: Case) -> Change:
+    """The first of the rule's fixes that breaks no rule that held before, else the first that mends this one."""
+    before = set(broken_rules(case))
+    mending = [fix for fix in rule.fixes(case) if not rule.broken(case.changed(fix))]
+    return next((fix for fix in mending if set(broken_rules(case.changed(fix))) <= before), mending[0])
+
+
+def problems(case: Case) -> list[str]:
+    """One line for each broken rule, then one for each group of flags that no version of this server will take."""
+    lines = [f"{rule.name}: {_named(rule, case)}: {rule.limit}. {_advice(rule, case)}" for rule in broken_rules(case)]
+    return lines + _unsupported(case, never=True)
+
+
+def unbuilt(case: Case) -> list[str]:
+    """One line for each reason why values that break no rule cannot be served yet."""
+    return _unsupported(case, never=False)
+
+
+def _unsupported(case: Case, *, never: bool) -> list[str]:
+    """Flags of one reason share a line."""
+    refused = [one for one in _configuration() if not one.is_supported(case[one.name])]
+    chosen = [one for one in refused if one.meta.get("never", False) is never]
+    return [
+        f"{_list(flags, case)} {'are' if len(flags) > 1 else 'is'} not supported{'' if never else ' yet'}: {why}. "
+        f"Fix: {' '.join(one.meta.get('instead') or _spell(one.name, one.default) for one in flags)}"
+        for why, flags in _by_reason(chosen).items()
+    ]
+
+
+def _by_reason(flags: Iterable[Flag]) -> dict[str, list[Flag]]:
+    groups: dict[str, list[Flag]] = {}
+    for one in flags:
+        groups.setdefault(one.meta["why"], []).append(one)
+    return groups
+
+
+def _configuration() -> Iterable[Flag]:
+    return (one for one in FLAGS.values() if one.section != "launch")
+
+
+def _list(flags: Iterable[Flag], case: Case) -> str:
+    return ", ".join(_told(one.name, case) for one in flags)
+
+
+def warnings(case: Case) -> list[str]:
+    """One line for each rule that only warns, then one for each reason why flags change nothing here."""
+    rules = [rule for rule in RULES if rule.is_warning and rule.broken(case)]
+    named = {name for rule in rules for name in rule.flags}
+    lines = [f"{rule.name}: {_named(rule, case)}: {rule.limit}" for rule in rules]
+    idle = _by_reason(one for one in _configuration() if one.name not in named and one.is_idle(case[one.name]))
+    return lines + [
+        f"{_list(flags, case)} {'have' if len(flags) > 1 else 'has'} no effect here: {why}"
+        for why, flags in idle.items()
+    ]
+
+
+def _told(name: str, case: Case) -> str:
+    return f"{FLAGS[name].spell(case[name])} ({case.sources.get(name, 'default')})"
+
+
+def _named(rule: Rule, case: Case) -> str:
+    return ", ".join(_told(name, case) for name in rule.flags)
+
+
+def _advice(rule: Rule, case: Case) -> str:
+    return "Fix: " + " ".join(_spell(name, value) for name, value in smallest_fix(rule, case).items())
+
+
+def _spell(name: str, value: Any) -> str:
+    return f"leave out --{name}" if value is None else FLAGS[name].spell(value)
