@@ -59,6 +59,29 @@ def test_environment() -> None:
     assert settings.warnings == ["XLLM_FLAG_PROT names no flag and changes nothing, did you mean XLLM_FLAG_PORT?"]
 
 
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("ASCEND_RT_VISIBLE_DEVICE", "ASCEND_RT_VISIBLE_DEVICES"),
+        ("ASCEND_RT_VISBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"),
+        ("CUDA_VISIBLE_DEVICE", "CUDA_VISIBLE_DEVICES"),
+        ("XLLM_APIKEY", "XLLM_API_KEY"),
+        ("XLLM_FLAGS_PORT", "XLLM_FLAG_<NAME>"),
+        ("XLLM_FLAG_PROT", "XLLM_FLAG_PORT"),
+    ],
+)
+def test_a_slip_in_a_variable_is_warned_of(variable: str, meant: str) -> None:
+    (warning,) = from_environment({variable: "1"}).warnings
+    assert warning.startswith(variable) and warning.endswith(f"changes nothing, did you mean {meant}?")
+
+
+def test_variables_of_others_are_none_of_ours() -> None:
+    kubernetes = {"XLLM_SERVICE_HOST": "10.0.0.1", "XLLM_PORT_8010_TCP": "tcp://10.0.0.1:8010", "XLLM_HOST": "x"}
+    devices = {"ASCEND_RT_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "", "SSH_KEY": "k", "OPENAI_API_KEY": "k"}
+    settings = from_environment(kubernetes | devices | {"XLLM_PORT": "tcp://10.0.0.1:8010"})
+    assert not settings.given and not settings.warnings and not settings.errors
+
+
 def test_a_bad_environment_value_names_the_variable() -> None:
     assert from_environment({"XLLM_FLAG_PORT": "x"}).errors == [
         "--port='x' (environment XLLM_FLAG_PORT): must be an integer from 0 to 65535"
@@ -87,7 +110,7 @@ def test_file(tmp_path: Path, text: str | bytes, given: dict[str, Any]) -> None:
     ("text", "said"),
     [
         ('{"prot": 1}', "no such flag 'prot', did you mean port?"),
-        ('{"print_config": "true"}', "no such flag 'print_config'"),
+        ('{"print_config": "true"}', "'print_config' belongs on the command line"),
         ('{"vmm": {"prot": 1}}', "no such flag 'prot'"),
         ('{"port": 1, "port": 2}', "'port' is given twice"),
         ('{"port": 1, "service": {"port": 2}}', "'port' is given twice"),

@@ -6,7 +6,9 @@ is it a number), ranges and rules in config.py.
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,20 @@ from xllm_cli.flags import FLAGS, sections
 
 ENVIRONMENT_PREFIX = "XLLM_FLAG_"
 API_KEY_VARIABLE = "XLLM_API_KEY"
+# Variables that choose devices, ours and other programs': a name that is nearly one of these is a slip. Names such as
+# XLLM_PORT are none of ours: Kubernetes sets them for a service that is called xllm.
+_VARIABLES = (
+    API_KEY_VARIABLE,
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "ASCEND_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "MUSA_VISIBLE_DEVICES",
+    "NVIDIA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+)
+_NEARLY = 0.92
+_TYPED_ONLY = ("flagfile", "help")
 
 
 class Setting(NamedTuple):
@@ -71,21 +87,36 @@ def gather(command_line: Mapping[str, str], environment: Mapping[str, str]) -> S
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings:
-    """`XLLM_API_KEY` and the `XLLM_FLAG_<NAME>` variables; an empty one is not set, an unknown one is warned of."""
+    """`XLLM_API_KEY` and the `XLLM_FLAG_<NAME>` variables; an empty one is not set, an unknown one is warned of, and so
+    is a name that is nearly one that means something."""
     settings = Settings()
     if key := environment.get(API_KEY_VARIABLE):
         settings.read_text("api_key", key, f"environment {API_KEY_VARIABLE}")
     for variable, text in environment.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or not text:
-            continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if name in FLAGS:
+        if not text:
+            continue
+        if variable.startswith(ENVIRONMENT_PREFIX) and name in _TYPED_ONLY:
+            settings.warnings.append(f"{variable} changes nothing: --{name} is read on the command line alone")
+        elif variable.startswith(ENVIRONMENT_PREFIX) and name in FLAGS:
             settings.read_text(name, text, f"environment {variable}")
-        else:
-            close = closest(name, FLAGS)
-            hint = f", did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?" if close else ""
-            settings.warnings.append(f"{variable} names no flag and changes nothing{hint}")
+        elif hint := _slip(variable):
+            settings.warnings.append(f"{variable} {hint}")
     return settings
+
+
+def _slip(variable: str) -> str:
+    """What a variable's name was meant to be, in words; '' when it is no business of ours."""
+    if variable.startswith(ENVIRONMENT_PREFIX):
+        close = closest(variable.removeprefix(ENVIRONMENT_PREFIX), FLAGS)
+        hint = f", did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?" if close else ""
+        return f"names no flag and changes nothing{hint}"
+    if variable.startswith("XLLM_") and "FLAG" in variable:
+        return f"changes nothing, did you mean {ENVIRONMENT_PREFIX}<NAME>?"
+    if variable in _VARIABLES or not re.search("VIS|KEY", variable):
+        return ""
+    close = difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=_NEARLY)
+    return f"changes nothing, did you mean {close[0]}?" if close else ""
 
 
 def from_file(path: Path) -> Settings:
@@ -107,7 +138,9 @@ def from_file(path: Path) -> Settings:
 
 def _take_key(settings: Settings, key: str, value: Any, path: Path) -> None:
     name, source = key.replace("-", "_"), f"file {path}"
-    if name not in FLAGS or FLAGS[name].section == "launch":
+    if name in FLAGS and FLAGS[name].section == "launch":
+        settings.errors.append(f"{source}: {key!r} belongs on the command line")
+    elif name not in FLAGS:
         settings.errors.append(f"{source}: no such flag {key!r}{did_you_mean(name, FLAGS)}")
     elif name in settings.given:
         settings.errors.append(f"{source}: {key!r} is given twice")
