@@ -69,7 +69,7 @@ class NpuDevice:
     def open_ops(self) -> Ops:
         """See Device. DeviceError, in one sentence, without a usable torch_npu."""
         assert self._npu is not None
-        return open_ops(self.name)
+        return open_ops(self.name, device_index=self.index)
 
     def open_observer(self, driver: Driver, store: KvStore) -> DeviceMemoryObserver:
         """See Device."""
