@@ -163,6 +163,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     pages_unmapped: int = 0
     map_failures: int = 0
     prefill_chunks: int = 0
+    exhausted_steps: int = 0
 
 
 LimitedBy = Literal["arena", "max_cache_size", "max_memory_utilization", "limit", "pool", "free_memory"]
@@ -212,13 +213,18 @@ class VmmReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's state after a step; the server answers /vmm, /metrics and /health from the last one."""
+    """The engine's state after a step; the server answers /vmm, /metrics and /health from the last one.
+
+    `waiting_for` is what keeps the head of the queue from running, `waiting_bytes` how much KV it waits for if that is
+    memory.
+    """
 
     memory: VmmReport
     counters: Counters
     num_running: int = 0
     num_waiting: int = 0
     waiting_for: str = ""
+    waiting_bytes: int = 0
     healthy: bool = True
     reason: str = ""
 
@@ -401,19 +407,22 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One step. Without rows it is a maintenance step: page changes and an observation only.
 
     `keep_free` is what elastic growth must leave free on the device (floor + execution room + reserve), in bytes.
+    `short` is what somebody wanted besides and free memory did not allow: caches outside the pool are to be emptied.
     """
 
     step: int
     delta: PageDelta = PageDelta()
     rows: tuple[Row, ...] = ()
     keep_free: int = 0
+    short: int = 0
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a plan. `mapped` False: no row ran, this delta's maps were undone, its unmaps stand.
 
     `tokens` has one entry per row with `sampling`, `scores` one per row with `scoring`, in row order. `stuck` are pages
-    whose unmap failed (still mapped).
+    whose unmap failed (still mapped). `exhausted` says why the rows were broken off although their pages are mapped:
+    the device had no memory left to compute in. What they wrote counts for nothing then.
     """
 
     step: int
@@ -423,4 +432,5 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     scores: tuple[list[TokenLogprob], ...] = ()
     stuck: tuple[PageRef, ...] = ()
     shortage: str = ""
+    exhausted: str = ""
     map_seconds: float | None = None

@@ -13,6 +13,7 @@ from xllm_cli.core import Observation
 
 FIRST_PAUSE_SECONDS = 0.010
 LONGEST_PAUSE_SECONDS = 1.0
+BRIEF_PAUSE_SECONDS = 0.5  # up to here all stand still and keep what they have; then somebody gives way
 
 
 class Account:
@@ -94,6 +95,10 @@ class GrowthGate:
         if self.closed_until is not None and now >= self.closed_until:
             self.closed_until = None
         return self.closed_until is not None
+
+    def opens_soon(self, now: float) -> bool:
+        """Closed for a brief while only."""
+        return self.is_closed(now) and self.closed_until is not None and self.closed_until - now <= BRIEF_PAUSE_SECONDS
 
     def close(self, until: float) -> None:
         """Close at least until then."""

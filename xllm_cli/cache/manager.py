@@ -197,6 +197,11 @@ class CacheManager:
         """Whether a failed map, or close_growth(), keeps every further page from being asked for."""
         return self._allocator.gate.is_closed(self._clock())
 
+    @property
+    def growth_opens_soon(self) -> bool:
+        """Growth is closed, and so briefly that waiting beats computing anything anew."""
+        return self._allocator.gate.opens_soon(self._clock())
+
     def next_deadline(self, now: float) -> float | None:
         """When plan_delta() or grow() will answer otherwise though nothing else happens: a spare expires, a stuck page
         is due, growth opens. `now` if a delta is due already, None if never."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import Output, Row, StepPlan, StepResult, TokenLogprob
+from xllm_cli.engine.pace import Pace
 from xllm_cli.engine.sequence import Sequence
 
 
@@ -44,6 +45,7 @@ class Totals:
     generated_tokens: int = 0
     prefill_chunks: int = 0
     preemptions: int = 0
+    exhausted_steps: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
 
@@ -60,27 +62,37 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Draft:
-    """A plan being made."""
+    """A plan being made. `short_blocks` are the most blocks that one sequence wanted and could not have."""
 
     step: int
+    now: float
     tokens_left: int
     prefill_left: int
     scored_left: int = 0
     entries: list[_Entry] = field(default_factory=list)
-    is_short: bool = False
+    short_blocks: int = 0
+
+    @property
+    def is_short(self) -> bool:
+        return self.short_blocks > 0
+
+    def miss(self, num_blocks: int) -> None:
+        """Somebody goes without so many blocks: nobody younger gets any in this plan."""
+        self.short_blocks = max(self.short_blocks, num_blocks, 1)
 
 
 class Scheduler:
-    """Continuous batching over one cache. One plan is open at a time: plan → (commit | rollback)."""
+    """Continuous batching over one cache. One plan is open at a time: plan → (commit | break_off | rollback)."""
 
     def __init__(self, cache: CacheManager, limits: StepLimits) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # by arrival
         self.totals = Totals()
         self.waiting_for = ""
+        self.pace = Pace(limits.tokens)
         self._cache = cache
         self._limits = limits
-        self._draft = _Draft(0, 0, 0)
+        self._draft = _Draft(0, 0.0, 0, 0)
 
     # --- arrivals and departures
 
@@ -101,9 +113,10 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """The next step. Without rows it may still change pages."""
         limits = self._limits
-        prefill = limits.tokens if limits.prefill is None else limits.prefill
+        tokens = self.pace.tokens
+        prefill = tokens if limits.prefill is None else min(tokens, limits.prefill)
         self.totals.steps += 1
-        self._draft = draft = _Draft(self.totals.steps, limits.tokens, prefill, limits.scored)
+        self._draft = draft = _Draft(self.totals.steps, now, tokens, prefill, limits.scored)
         self.waiting_for = ""
         self._obey_limit(draft)
         self._schedule_decodes(draft)
@@ -113,7 +126,13 @@ class Scheduler:
         self._admit(draft)
         delta = self._cache.plan_delta(now)
         rows = tuple(entry.row for entry in draft.entries)
-        return StepPlan(step=draft.step, delta=delta, rows=rows, keep_free=self._cache.keep_free())
+        short = self.short_bytes if self._cache.headroom().limited_by == "free_memory" else 0
+        return StepPlan(step=draft.step, delta=delta, rows=rows, keep_free=self._cache.keep_free(), short=short)
+
+    @property
+    def short_bytes(self) -> int:
+        """KV bytes of the blocks that a sequence wanted in the last plan and could not have; 0 if nobody was short."""
+        return self._draft.short_blocks * self._cache.spec.bytes_per_block
 
     def _obey_limit(self, draft: _Draft) -> None:
         """A limit lowered below what running sequences hold: the youngest give way."""
@@ -132,7 +151,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, count: int, draft: _Draft) -> bool:
         """Blocks for a running decode, if need be those of the youngest. While growth is closed it waits instead."""
         while not self._cache.grow(sequence.table, sequence.computed + count):
-            draft.is_short = True
+            draft.miss(1)
             if self._cache.growth_is_closed:
                 return False
             victim = self.running[-1]  # younger than every sequence already in the draft, or `sequence` itself
@@ -152,7 +171,8 @@ class Scheduler:
         self._match(sequence)
         count = self._chunk(sequence, draft)
         if count < 1 or not self._cache.grow(sequence.table, sequence.computed + count):
-            draft.is_short = count > 0
+            if count > 0:
+                draft.miss(self._blocks_missing(sequence))
             self._cache.shrink(sequence.table, self._cache.blocks_for(before))
             sequence.computed = before
             return False
@@ -161,7 +181,10 @@ class Scheduler:
 
     def _force_oldest(self, draft: _Draft) -> None:
         """Nothing could run: the youngest give way, one after another, until the oldest runs or is alone. Not while a
-        grammar thinks: then it may be that nothing is short."""
+        grammar thinks: then it may be that nothing is short. Nor while a failed map keeps growth closed for a moment:
+        what is computed is dearer than the wait."""
+        if self._cache.growth_opens_soon:
+            return
         while self.running and all(sequence.is_ready for sequence in self.running):
             oldest = self.running[0]
             count = 1 if oldest.is_decoding else self._chunk(oldest, draft)
@@ -174,7 +197,11 @@ class Scheduler:
         while self.waiting and len(self.running) < self._limits.sequences:
             sequence = self.waiting[0]
             if draft.is_short or sequence.preempted_in_step == draft.step:
+                draft.miss(self._blocks_missing(sequence))
                 self.waiting_for = "memory"
+                return
+            if self.pace.is_resting(draft.now):
+                self.waiting_for = "execution memory"
                 return
             if not sequence.is_ready:
                 self.waiting_for = "a step"
@@ -197,8 +224,10 @@ class Scheduler:
             self.waiting_for = "a step"
             return False
         promised = sum(self._blocks_missing(s) for s in self.running if not s.is_decoding)
-        fits = self._cache.fits(promised + self._blocks_missing(sequence), sequence.table)
+        missing = promised + self._blocks_missing(sequence)
+        fits = self._cache.fits(missing, sequence.table)
         if not fits or not self._cache.grow(sequence.table, sequence.computed + count):
+            draft.miss(missing)
             self.waiting_for = "memory"
             return False
         self._add(sequence, count, draft, computed_before=0, admitted=True)
@@ -263,6 +292,24 @@ class Scheduler:
 
     def rollback(self, plan: StepPlan, result: StepResult) -> None:
         """The plan's pages could not be had: no row ran. Blocks and cursors go back; unmaps and evictions stand."""
+        self._take_back()
+        self._cache.refuse(plan.delta, result.stuck)
+        self._cache.observe(result.observation)
+
+    def break_off(self, plan: StepPlan, result: StepResult) -> None:
+        """The pages are there, but the rows ran out of memory to compute in: no token. What they wrote is written again
+        by a smaller step, and the youngest gives its memory up: to the others, or to its own next try."""
+        self._cache.acknowledge(plan.delta, result.stuck)
+        num_tokens = sum(len(row.token_ids) for row in plan.rows)
+        self._take_back()
+        self.pace.failed(num_tokens, result.exhausted, self._draft.now)
+        self.totals.exhausted_steps += 1
+        if len(self.running) > 1 or (self.running and num_tokens <= 1):
+            self._preempt(self.running[-1], self._draft)
+        self._cache.observe(result.observation)
+
+    def _take_back(self) -> None:
+        """Blocks and cursors of the open plan as they were before it."""
         self._cache.withdraw()
         for entry in reversed(self._draft.entries):
             sequence = entry.sequence
@@ -274,13 +321,13 @@ class Scheduler:
                 self._cache.shrink(sequence.table, self._cache.blocks_for(entry.computed_before))
             sequence.computed = entry.computed_before
         self._draft.entries.clear()
-        self._cache.refuse(plan.delta, result.stuck)
-        self._cache.observe(result.observation)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Every row ran: append tokens, publish full blocks, release what finished. One output per token drawn."""
         self._cache.acknowledge(plan.delta, result.stuck)
         self._cache.observe(result.observation)
+        if plan.rows:
+            self.pace.succeeded()
         drawn, scored = iter(result.tokens), iter(result.scores)
         outputs: list[Output] = []
         for entry in self._draft.entries:

@@ -8,16 +8,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 
 from xllm_cli.core import Observation, Row, StepPlan, StepResult, TokenLogprob
 from xllm_cli.models.batch import LayerKV
 from xllm_cli.models.registry import Model
+from xllm_cli.worker.exhaustion import bytes_refused
 from xllm_cli.worker.inputs import build_batch
 from xllm_cli.worker.kv_store import KvStore
 from xllm_cli.worker.memory import MemoryObserver
 from xllm_cli.worker.sampler import sample, score
+
+
+class _Ran(NamedTuple):
+    """A token for each row that draws one and the scores of each row that wants them, or why the rows ran out."""
+
+    tokens: tuple[TokenLogprob, ...] = ()
+    scores: tuple[list[TokenLogprob], ...] = ()
+    exhausted: str = ""
 
 
 class Worker:
@@ -50,36 +60,51 @@ class Worker:
         outcome = self._store.apply(plan.delta, plan.keep_free)
         map_seconds = time.perf_counter() - started if plan.delta.map else None
         self._observer.begin_step()
-        tokens: tuple[TokenLogprob, ...] = ()
-        scores: tuple[list[TokenLogprob], ...] = ()
-        if outcome.mapped and plan.rows:
-            tokens, scores = self._run(plan.rows)
+        ran = self._attempt(plan.rows) if outcome.mapped and plan.rows else _Ran()
         if outcome.mapped:
             self._store.trim()
         return StepResult(
             step=plan.step,
             mapped=outcome.mapped,
-            observation=self._observer.observe(),
-            tokens=tokens,
-            scores=scores,
+            observation=self._look(plan),
+            tokens=ran.tokens,
+            scores=ran.scores,
             stuck=outcome.stuck,
             shortage=outcome.shortage,
+            exhausted=ran.exhausted,
             map_seconds=map_seconds,
         )
+
+    def _look(self, plan: StepPlan) -> Observation:
+        """What is free, once what an allocator only caches has been given back if it was short."""
+        seen = self._observer.observe()
+        if (plan.short or seen.free < plan.keep_free) and self._observer.relieve():
+            return self._observer.observe()
+        return seen
 
     def break_off(self, plan: StepPlan) -> StepResult:
         """The result of a plan that an exception ended: no token, and `stuck` are all its pages that are mapped now."""
         stuck = self._store.mapped_of((*plan.delta.map, *plan.delta.unmap))
         return StepResult(step=plan.step, mapped=False, observation=self.observe(), stuck=tuple(stuck))
 
+    def _attempt(self, rows: tuple[Row, ...]) -> _Ran:
+        """Run the rows, or say that the device's memory ran out. Every other error is the caller's."""
+        try:
+            return self._run(rows)
+        except (RuntimeError, MemoryError) as error:
+            refused = bytes_refused(error)
+            if refused is None:
+                raise
+            self._observer.exhausted(refused)
+            return _Ran(exhausted=str(error).split("\n", maxsplit=1)[0] or type(error).__name__)
+
     @torch.inference_mode()
-    def _run(self, rows: tuple[Row, ...]) -> tuple[tuple[TokenLogprob, ...], tuple[list[TokenLogprob], ...]]:
-        """(a token for each row that draws one, the scores of each row that wants them)"""
+    def _run(self, rows: tuple[Row, ...]) -> _Ran:
         with self._guard():
             logits = self._model.forward(build_batch(rows, self._block_size), self._layers).cpu().numpy()
         drawn = [row.sampling for row in rows if row.sampling is not None]
         scored = [row.scoring for row in rows if row.scoring is not None]
-        return sample(logits[: len(drawn)], drawn), score(logits[len(drawn) :], scored)
+        return _Ran(sample(logits[: len(drawn)], drawn), score(logits[len(drawn) :], scored))
 
     def close(self) -> bool:
         """Drop the views, then the store; False if pages or views are still in use."""
