@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import ErrorInfo, Output, Request, Snapshot, StepEvents, StepPlan, StepResult
 from xllm_cli.engine.grammar import Grammars, wait_for
+from xllm_cli.engine.notices import Notices
 from xllm_cli.engine.report import Reporter
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.engine.sequence import Sequence
@@ -67,6 +68,7 @@ class Engine:
         self._arrivals = 0
         self._starved_since: float | None = None
         self._has_run = False
+        self._notices = Notices(clock)
 
     # --- between steps
 
@@ -109,7 +111,8 @@ class Engine:
         return [refusal(request_id, error) for request_id in ids]
 
     def step(self) -> StepEvents:
-        """plan → execute → commit. A plan whose pages could not be had is made again without growth.
+        """plan → execute → commit. A plan whose pages could not be had is made again without growth; one that ran out
+        of execution memory is broken off, and the next is smaller.
 
         With nothing to run it still looks at memory, and gives back what is due: neighbours come and go.
         """
@@ -118,13 +121,33 @@ class Engine:
             plan = self._scheduler.plan(self._clock())
             result = self._execute(plan)
             self._has_run = bool(plan.rows)
+            self._tell_shortage(plan, result)
             if result.mapped:
-                outputs = self._scheduler.commit(plan, result)
-                self._forget_finished(outputs)
+                outputs = self._conclude(plan, result)
                 return StepEvents(ended + outputs + self._expire(), self.snapshot(), result.map_seconds)
-            log.warning("step %d could not map its pages: %s", plan.step, result.shortage)
             self._scheduler.rollback(plan, result)
         return StepEvents(ended + self._expire(), self.snapshot())
+
+    def _conclude(self, plan: StepPlan, result: StepResult) -> list[Output]:
+        if result.exhausted:
+            self._scheduler.break_off(plan, result)
+            return []
+        outputs = self._scheduler.commit(plan, result)
+        self._forget_finished(outputs)
+        return outputs
+
+    def _tell_shortage(self, plan: StepPlan, result: StepResult) -> None:
+        """A line in the log for what keeps growth or a step from what it wants, when that changes."""
+        if not result.mapped:
+            text = "step %d could not map its pages: %s"
+            self._notices.say("map", "", text, plan.step, result.shortage, level=logging.WARNING)
+        elif result.exhausted:
+            text = "step %d of %d rows ran out of execution memory and is computed anew in smaller steps: %s"
+            self._notices.say("run", "", text, plan.step, len(plan.rows), result.exhausted, level=logging.WARNING)
+        if short := self._scheduler.short_bytes:
+            room = self._cache.headroom()
+            text = "%d bytes of KV cache are wanted and %d may be mapped: limited by %s"
+            self._notices.say("growth", room.limited_by, text, short, max(0, room.bytes), room.limited_by)
 
     def _execute(self, plan: StepPlan) -> StepResult:
         try:
@@ -155,8 +178,10 @@ class Engine:
 
     def seconds_until_due(self) -> float | None:
         """How long the loop may sleep: 0 while rows run, None if nothing is due before a message comes."""
-        if self._scheduler.running or (self._scheduler.waiting and self._has_run):
+        if self._has_run and (self._scheduler.running or self._scheduler.waiting):
             return 0.0  # what waits may have got the slot or the memory of those that just ended
+        if self._scheduler.running and self._guided:
+            return 0.0  # the step itself waits for grammars
         now = self._clock()
         deadline = self._cache.next_deadline(now)
         due = [] if deadline is None else [max(0.0, deadline - now)]
@@ -305,7 +330,7 @@ class Engine:
         """Without rows or page changes a step may still help: a request waits for memory, which may have come, or
         an elastic rank keeps handles that the device did not take back."""
         surplus = self._cache.limits.elastic and any(seen.free_handles for seen in self._cache.observations)
-        return bool(self._scheduler.waiting) or surplus
+        return bool(self._scheduler.running or self._scheduler.waiting) or surplus
 
     def _expire(self) -> list[Output]:
         """503 for the head of the queue once nothing has run during memory_wait_seconds of its own waiting.

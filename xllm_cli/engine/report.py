@@ -50,6 +50,7 @@ class Reporter:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             waiting_for=scheduler.waiting_for,
+            waiting_bytes=scheduler.short_bytes if scheduler.waiting_for == "memory" else 0,
             healthy=self._cache.is_healthy,
             reason="" if self._cache.is_healthy else "a page stays mapped after three unmaps",
         )
@@ -63,6 +64,7 @@ class Reporter:
             prefix_cache_queries=totals.prefix_queries,
             prefix_cache_hits=totals.prefix_hits,
             preemptions=totals.preemptions,
+            exhausted_steps=totals.exhausted_steps,
             prefill_chunks=totals.prefill_chunks,
             evicted_blocks=cache.evicted_blocks,
             pages_mapped=cache.pages_mapped,
