@@ -109,13 +109,28 @@ def test_keep_free_is_floor_room_and_reserve_of_the_worst_rank() -> None:
         ({"ratio": 0.5}, 30 * GIB),
         ({"max_cache_size": 8 * GIB}, 8 * GIB),
         ({"arena_bytes": 25 * GIB}, 5 * GIB),
-        ({"elastic": False, "pool_bytes": 24 * GIB}, 4 * GIB),
+        ({"elastic": False, "pool_bytes": 24 * GIB}, 21 * GIB),
+        ({"elastic": False, "pool_bytes": 24 * GIB, "ratio": 0.2}, 21 * GIB),
         ({"limit": GIB, "reserve": GIB}, 80 * GIB),
     ],
 )
 def test_possible(change: dict[str, object], expected: int) -> None:
-    usage = Usage(weights_on_device=20 * GIB, state=GIB, padding=MIB)
-    assert possible([DEVICE], replace(WIDE, **change), usage) == expected - GIB - MIB
+    usage = Usage(weights_on_device=20 * GIB, weights_mapped=3 * GIB, state=GIB, padding=MIB)
+    assert possible([DEVICE], replace(WIDE, **change), usage)[0] == expected - GIB - MIB
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"arena_bytes": GIB}, "arena"),
+        ({"max_cache_size": GIB}, "max_cache_size"),
+        ({"ratio": 0.5}, "max_memory_utilization"),
+        ({"elastic": False, "pool_bytes": GIB}, "pool"),
+        ({"host": True}, "free_memory"),
+    ],
+)
+def test_what_caps_the_possible_is_named(change: dict[str, object], name: str) -> None:
+    assert possible([DEVICE], replace(WIDE, **change), Usage())[1] == name
 
 
 @given(observations, limits, usages)
@@ -163,7 +178,7 @@ def test_possible_is_at_least_what_may_be_held_now(seen: list[Observation], caps
     honest = [rank for rank in seen if rank.free + usage.kv_mapped <= rank.total and rank.owned >= usage.kv_mapped]
     room = headroom([replace_seen(rank, free_handles=0) for rank in honest], caps, usage)
     if caps.elastic and honest and room.bytes > 0:
-        assert usage.kv_mapped + room.bytes <= possible(honest, caps, usage)
+        assert usage.kv_mapped + room.bytes <= possible(honest, caps, usage)[0]
 
 
 def test_growth_is_the_headroom_or_minus_the_deficit() -> None:

@@ -149,4 +149,5 @@ def test_steps_and_waits_are_read_from_snapshots(state: ServerState) -> None:
     text = Exposition(state).render().decode()
     assert by(text, "vllm:iteration_tokens_total_sum", "engine") == {"0": 16}
     assert by(text, "vllm:iteration_tokens_total_count", "engine") == {"0": 3}
-    assert by(text, "xllm:admission_waits_total", "reason") == {"memory": 1, "a slot": 1, "a step": 0}
+    waits = {"memory": 1, "execution memory": 0, "a slot": 1, "a step": 0}
+    assert by(text, "xllm:admission_waits_total", "reason") == waits

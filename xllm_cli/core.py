@@ -195,12 +195,16 @@ class VmmReport(msgspec.Struct, frozen=True, kw_only=True):
     state: int = 0
     anon: int = 0
     execution_room: int = 0
+    execution_peak: int = 0
+    floor: int = 0
     reserve: int = 0
     limit: int | None = None
     headroom: int = 0
     headroom_limited_by: str = "arena"
+    headroom_explained: str = ""
     budget: dict[str, int] = {}
     possible: int = 0
+    possible_limited_by: str = "arena"
     ranks: list[dict[str, int]] = []
     models: dict[str, dict[str, int | str]] = {}
     neighbours: dict[str, int] = {}

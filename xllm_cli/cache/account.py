@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from xllm_cli.cache import budget
-from xllm_cli.cache.budget import Headroom, Limits, Usage
+from xllm_cli.cache.budget import Headroom, LimitedBy, Limits, Usage
 from xllm_cli.core import Observation
 
 FIRST_PAUSE_SECONDS = 0.010
@@ -75,7 +75,19 @@ class Account:
 
     def possible(self) -> int:
         """The most KV bytes one request could ever have, besides padding."""
-        return max(0, budget.possible(self._observations, self._limits, self._usage))
+        return max(0, budget.possible(self._observations, self._limits, self._usage)[0])
+
+    def possible_limited_by(self) -> LimitedBy:
+        """What keeps possible() from being more."""
+        return budget.possible(self._observations, self._limits, self._usage)[1]
+
+    def explain(self) -> str:
+        """The sum behind the headroom."""
+        return budget.explain(self.headroom().limited_by, self._observations, self._limits, self._usage)
+
+    def floor(self) -> int:
+        """Bytes that growth leaves free whatever runs: the most over ranks."""
+        return max((budget.floor_bytes(seen.total, self._limits) for seen in self._observations), default=0)
 
     def keep_free(self) -> int:
         return budget.keep_free(self._observations, self._limits)

@@ -108,18 +108,48 @@ def headroom(observations: Sequence[Observation], limits: Limits, usage: Usage) 
     return Headroom(least, name, deficit, least_cap, tuple(caps))
 
 
-def possible(observations: Sequence[Observation], limits: Limits, usage: Usage) -> int:
-    """The most KV bytes one request could ever have, alone on the device: 400 above it. May be negative."""
-    weights = usage.weights_on_device
-    caps = [limits.arena_bytes - weights]
+def possible(observations: Sequence[Observation], limits: Limits, usage: Usage) -> tuple[int, LimitedBy]:
+    """The most KV bytes one request could ever have, alone on the device, and what caps them. May be negative.
+
+    Memory that exists from the start, a fixed pool or a physical cache, is short of weights only if they lie in it.
+    """
+    weights = usage.weights_on_device if limits.elastic else usage.weights_mapped
+    caps: list[tuple[int, LimitedBy]] = [(limits.arena_bytes - weights, "arena")]
     if limits.max_cache_size > 0:
-        caps.append(limits.max_cache_size)
+        caps.append((limits.max_cache_size, "max_cache_size"))
     if not limits.elastic:
-        caps.append(limits.pool_bytes - weights)
-    for seen in observations:
-        ceiling = int(seen.total * limits.ratio) if limits.ratio > 0 else seen.total - floor_bytes(seen.total, limits)
-        caps.append(ceiling - weights)
-    return min(caps) - usage.state - usage.padding
+        caps.append((limits.pool_bytes - weights, "pool"))
+    for seen in observations if limits.elastic else ():
+        if limits.ratio > 0:
+            caps.append((int(seen.total * limits.ratio) - weights, "max_memory_utilization"))
+        else:
+            caps.append((seen.total - floor_bytes(seen.total, limits) - weights, "free_memory"))
+    least, name = min(caps, key=lambda cap: cap[0])
+    return least - usage.state - usage.padding, name
+
+
+def explain(limited_by: LimitedBy, observations: Sequence[Observation], limits: Limits, usage: Usage) -> str:
+    """The sum behind the headroom of this limit, in bytes, for whoever must change something."""
+    kv = f"KV {usage.kv_mapped} - state {usage.state}"
+    match limited_by:
+        case "arena":
+            return f"arena {limits.arena_bytes} - weights {usage.weights_mapped} - {kv}"
+        case "max_cache_size":
+            return f"max_cache_size {limits.max_cache_size} - {kv}"
+        case "limit":
+            return f"limit {limits.limit} - {kv}"
+    if not observations:
+        return "nothing was observed yet"
+    if limited_by == "pool":
+        return f"free pages of the fixed pool {min(seen.free_handles for seen in observations)}"
+    if limited_by == "max_memory_utilization":
+        seen = min(observations, key=lambda seen: int(seen.total * limits.ratio) - seen.owned)
+        return f"max_memory_utilization {limits.ratio:g} of {seen.total} - pages owned {seen.owned}"
+    seen = min(observations, key=lambda seen: seen.free - _must_stay_free(seen, limits))
+    return (
+        f"free {seen.free} - mapped since {usage.created} - floor {floor_bytes(seen.total, limits)} - execution room "
+        f"{seen.execution_room} - reserve {limits.reserve}, not below 0, + free handles {seen.free_handles}"
+    )
 
 
 def _must_stay_free(seen: Observation, limits: Limits) -> int:

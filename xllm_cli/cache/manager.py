@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from xllm_cli.cache.account import Account
 from xllm_cli.cache.allocator import Allocator
 from xllm_cli.cache.blocks import BlockPool, BlockTable
-from xllm_cli.cache.budget import Headroom, Limits, Usage
+from xllm_cli.cache.budget import Headroom, LimitedBy, Limits, Usage
 from xllm_cli.cache.matching import PrefixMatcher
 from xllm_cli.cache.options import CacheOptions
 from xllm_cli.cache.physical import AlwaysResident
@@ -251,6 +251,18 @@ class CacheManager:
     def possible_bytes(self) -> int:
         """The most KV bytes a request could have if it were alone, whatever is free now."""
         return self._account.possible()
+
+    def possible_limited_by(self) -> LimitedBy:
+        """What keeps possible_bytes() from being more."""
+        return self._account.possible_limited_by()
+
+    def explain_headroom(self) -> str:
+        """The sum behind the headroom, in words and bytes."""
+        return self._account.explain()
+
+    def floor(self) -> int:
+        """Bytes that growth leaves free on the device whatever runs."""
+        return self._account.floor()
 
     def possible_tokens(self) -> int:
         """The most tokens, prompt and answer, that such a request could have: whole blocks on whole pages."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from xllm_cli.cache.manager import CacheManager
-from xllm_cli.core import ErrorInfo, Output, Request, Snapshot, StepEvents, StepPlan, StepResult
+from xllm_cli.core import ErrorInfo, LimitedBy, Output, Request, Snapshot, StepEvents, StepPlan, StepResult
 from xllm_cli.engine.grammar import Grammars, wait_for
 from xllm_cli.engine.notices import Notices
 from xllm_cli.engine.report import Reporter
@@ -28,6 +28,17 @@ log = logging.getLogger(__name__)
 GRAMMAR_SECONDS = 0.005  # the most a step waits for grammars; those that think for longer miss it
 COMPILE_POLL_SECONDS = 0.005
 MEMORY_POLL_SECONDS = 0.05  # while a request waits for memory, look again this often (DESIGN.md §8)
+
+
+# what to change when a request can never fit, by what caps it
+MORE_ROOM: Mapping[LimitedBy, str] = {
+    "arena": "raise --max_memory_utilization",
+    "max_memory_utilization": "raise --max_memory_utilization",
+    "max_cache_size": "raise --max_cache_size",
+    "limit": "raise the limit",
+    "pool": "raise --max_cache_size or --max_memory_utilization",
+    "free_memory": "use a device with more memory (on cpu: raise --host_memory_bytes)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +157,9 @@ class Engine:
             self._notices.say("run", "", text, plan.step, len(plan.rows), result.exhausted, level=logging.WARNING)
         if short := self._scheduler.short_bytes:
             room = self._cache.headroom()
-            text = "%d bytes of KV cache are wanted and %d may be mapped: limited by %s"
-            self._notices.say("growth", room.limited_by, text, short, max(0, room.bytes), room.limited_by)
+            text = "%d bytes of KV cache are wanted and %d may be mapped: limited by %s (%s)"
+            values = short, max(0, room.bytes), room.limited_by, self._cache.explain_headroom()
+            self._notices.say("growth", room.limited_by, text, *values)
 
     def _execute(self, plan: StepPlan) -> StepResult:
         try:
@@ -299,7 +311,7 @@ class Engine:
             raise RequestError(
                 f"the request needs {needed} bytes of KV cache for {prompt} prompt tokens and max_tokens {asked or 1}; "
                 f"at most {self._cache.possible_bytes()} bytes ({possible} tokens) are possible. Lower max_tokens, or "
-                "raise --max_cache_size or --max_memory_utilization",
+                f"{MORE_ROOM[self._cache.possible_limited_by()]}",
                 code="kv_capacity_exceeded",
                 param="max_tokens" if asked else "prompt",
             )

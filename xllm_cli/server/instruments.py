@@ -14,7 +14,7 @@ from xllm_cli.core import Counters, Request, Snapshot
 
 ENGINE = "0"  # the label of the one engine behind this server
 FINISHED = ("stop", "length", "abort", "error")
-WAITS = ("memory", "a slot", "a step")
+WAITS = ("memory", "execution memory", "a slot", "a step")
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)

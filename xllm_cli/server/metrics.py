@@ -31,10 +31,11 @@ _COUNTERS = (
     ("xllm:vmm_pages_mapped", "Pages mapped.", "pages_mapped"),
     ("xllm:vmm_pages_unmapped", "Pages unmapped.", "pages_unmapped"),
     ("xllm:vmm_map_failures", "Page changes that failed and were undone.", "map_failures"),
+    ("xllm:exhausted_steps", "Steps broken off for want of execution memory.", "exhausted_steps"),
 )
 _BYTE_KINDS = (
     "arena", "physical", "mapped", "kv_live", "kv_cached", "kv_idle", "kv_spare", "weights", "free_handles", "parked",
-    "state", "anon", "execution_room", "reserve", "headroom", "possible", "total", "free",
+    "state", "anon", "execution_room", "execution_peak", "floor", "reserve", "headroom", "possible", "total", "free",
 )  # fmt: skip
 _PAGE_STATES = ("mapped", "kv_spare", "free_handles", "parked")
 _NOTHING_YET = Snapshot(memory=VmmReport(), counters=Counters())
@@ -76,6 +77,8 @@ class _StateCollector(Collector):
     def _requests(self, snapshot: Snapshot) -> Iterator[Metric]:
         yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", snapshot.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting to run.", snapshot.num_waiting)
+        text = "KV bytes that the queue's head waits for; 0 if it waits for something else."
+        yield self._gauge("xllm:waiting_bytes", text, snapshot.waiting_bytes)
         yield self._gauge("xllm:open_http_requests", "Generating HTTP requests open.", self._state.open_requests)
         yield self._gauge("xllm:ready", "1 when requests are taken.", self._state.phase == "ready")
         info = {key: str(self._state.settings["kv_cache"][key]) for key in ("block_size", "enable_prefix_cache")}
