@@ -25,19 +25,14 @@ _GAP = r"/\n{0,4}/"
 def parser_of(asked: ChatRequest, tokenizer: Tokenizer) -> MessageParser | None:
     """What takes an answer apart; None where everything is content."""
     calls = HermesParser(most_calls=asked.most_calls) if asked.offered_tools else None
-    if reasons(tokenizer):
-        return ThinkParser(calls or PlainParser(), is_open=asked.starts_in_reasoning)
+    if tokenizer.habits.reasons:
+        return ThinkParser(calls or PlainParser(), is_open=_is_open(asked, tokenizer))
     return calls
 
 
-def reasons(tokenizer: Tokenizer) -> bool:
-    """Whether the model's template knows reasoning."""
-    return reasoning.OPEN in (tokenizer.chat_template or "")
-
-
-def calls_tools(tokenizer: Tokenizer) -> bool:
-    """Whether the model's template knows tools and writes calls as our parser reads them."""
-    return toolcalls.OPEN in (tokenizer.chat_template or "")
+def _is_open(asked: ChatRequest, tokenizer: Tokenizer) -> bool:
+    """Whether the answer begins within reasoning."""
+    return asked.starts_in_reasoning or tokenizer.habits.begins_in_reasoning
 
 
 def constraint_of(asked: GenerationRequest, tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> Grammar | None:
@@ -45,7 +40,7 @@ def constraint_of(asked: GenerationRequest, tokenizer: Tokenizer, end_ids: tuple
     answer = grammar_of(asked.response_format, end_ids)
     if not isinstance(asked, ChatRequest) or (answer is None and not asked.forced_tools):
         return answer
-    has_prefix, calls = reasons(tokenizer), asked.forced_tools or (asked.offered_tools if answer is not None else [])
+    has_prefix, calls = tokenizer.habits.reasons, asked.forced_tools or (asked.offered_tools if answer is not None else [])
     if answer is not None and (answer.kind == "lark" or not (has_prefix or calls)):
         if calls:
             raise RequestError("a lark response_format and tools exclude each other", param="response_format")
@@ -59,7 +54,7 @@ def constraint_of(asked: GenerationRequest, tokenizer: Tokenizer, end_ids: tuple
         tags = {tag: _lark_tag(tag, tokenizer) for tag in (toolcalls.OPEN, toolcalls.CLOSE)}
         rules.append(call_rules(calls, asked.most_calls, tags))
         parts.append("calls")
-    prefix, more = _thoughts(tokenizer, is_open=asked.starts_in_reasoning) if has_prefix else ("", [])
+    prefix, more = _thoughts(tokenizer, is_open=_is_open(asked, tokenizer)) if has_prefix else ("", [])
     text = "\n".join([f"start: {prefix}({' | '.join(parts)})", *more, *rules])
     return Grammar("lark", text, end_ids, "tools" if asked.forced_tools else "response_format")
 

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from xllm_cli.errors import RequestError
 from xllm_cli.server.answering import Dialect, generate, read_body, tokenized
-from xllm_cli.server.constraints import calls_tools
 from xllm_cli.server.failures import json_response
 from xllm_cli.server.parsing import body_schema, parse
 from xllm_cli.server.protocol import ChatRequest, CompletionRequest
@@ -31,7 +30,7 @@ def encode_completion(asked: CompletionRequest, tokenizer: Tokenizer, enough: in
 
 def encode_chat(asked: ChatRequest, tokenizer: Tokenizer, enough: int) -> list[list[int]]:
     """The conversation as one prompt."""
-    if asked.offered_tools and not calls_tools(tokenizer):
+    if asked.offered_tools and not tokenizer.habits.calls_tools:
         raise RequestError("tools are not supported with this model", code="unsupported_parameter", param="tools")
     messages = [message.for_template() for message in asked.messages]
     variables = {**(asked.chat_template_kwargs or {}), "tools": asked.offered_tools or None}

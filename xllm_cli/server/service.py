@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -40,6 +41,7 @@ EXIT_RANK_LOST = 75
 LAST_MESSAGES_SECONDS = 0.3  # what a dead engine had sent may still be in the socket
 SETTLE_SECONDS = 1.0  # for the last error events to reach their clients
 CLOSE_SECONDS = 2
+IDLE_SECONDS = 75  # longer than load balancers keep a connection, so that it is they who close it
 PROGRESS_SECONDS = 10.0
 
 
@@ -82,6 +84,7 @@ class Service:
             config.model_dump(mode="json"),
         )
         self._entrance = Entrance(self._state)
+        self._threads = ThreadPoolExecutor(config.service.num_request_handling_threads, "xllm-request")
 
     def run(self, stop: StopSignals) -> int:
         """The exit code, or EngineDead or ModelError."""
@@ -90,6 +93,7 @@ class Service:
 
     async def _run(self, stop: StopSignals) -> int:
         server = _Server(self._web_config())
+        asyncio.get_running_loop().set_default_executor(self._threads)
         web = asyncio.create_task(server.serve([self._listener]))
         stopped = asyncio.create_task(stop.wait())
         messages = asyncio.create_task(self._client.receive())
@@ -128,7 +132,7 @@ class Service:
             access_log=False,
             server_header=False,
             forwarded_allow_ips="127.0.0.1,::1",  # whom to believe about a client's address: a proxy on this machine
-            timeout_keep_alive=75,
+            timeout_keep_alive=self._config.service.rpc_idle_timeout_s or IDLE_SECONDS,
             timeout_graceful_shutdown=CLOSE_SECONDS,
             ssl_certfile=security.ssl_certfile or None,
             ssl_keyfile=security.ssl_keyfile or None,
@@ -140,7 +144,9 @@ class Service:
         from xllm_cli.server.tokenizer import Tokenizer
 
         loop.call_soon_threadsafe(self._entrance.open, create_app(self._state, self._keys, self._config.security))
-        return Tokenizer.from_folder(self._config.model.model)
+        flags = self._config.model
+        parsers = {"tool_call_parser": flags.tool_call_parser, "reasoning_parser": flags.reasoning_parser}
+        return Tokenizer.from_folder(flags.model, **parsers)
 
     async def _load(self) -> None:
         """Until requests can be served; ModelError when the tokenizer cannot be read."""

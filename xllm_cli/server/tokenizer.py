@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from xllm_cli.errors import ModelError, RequestError
+from xllm_cli.server.habits import habits_of
 from xllm_cli.server.templates import ChatTemplate, TemplateError
 
 REPLACEMENT = "\ufffd"
@@ -37,10 +38,19 @@ class IncrementalDecoder(Protocol):
 class Tokenizer:
     """A model's tokenizer, its end tokens and its chat template.
 
-    `chat_refusal` says why there is no usable chat template; None when chat works. `chat_template` is its source.
+    `chat_refusal` says why there is no usable chat template; None when chat works. `chat_template` is its source,
+    `habits` what the model writes besides content.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        eos_token_ids: Iterable[int],
+        *,
+        tool_call_parser: str = "",
+        reasoning_parser: str = "",
+    ) -> None:
         self._backend = backend
         self.special_tokens = _special_tokens(config)
         declared = backend.token_to_id(self.special_tokens.get("eos_token", ""))
@@ -51,10 +61,12 @@ class Tokenizer:
         self._template: ChatTemplate | None = None
         self.chat_template: str | None = None
         self._compile_template(config.get("chat_template"))
+        self.habits = habits_of(self.chat_template, tool_call_parser, reasoning_parser)
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read `tokenizer.json` and what lies beside it. ModelError when it is missing or broken."""
+    def from_folder(cls, folder: str | Path, *, tool_call_parser: str = "", reasoning_parser: str = "") -> Tokenizer:
+        """Read `tokenizer.json` and what lies beside it; the parsers are the flags of these names. ModelError when it
+        is missing or broken."""
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not folder.is_dir():
@@ -71,7 +83,8 @@ class Tokenizer:
         jinja = folder / "chat_template.jinja"
         if jinja.is_file():
             config["chat_template"] = jinja.read_text(encoding="utf-8")
-        return cls(backend, config, _eos_token_ids(folder))
+        ends = _eos_token_ids(folder)
+        return cls(backend, config, ends, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
 
     @property
     def vocab_size(self) -> int:
