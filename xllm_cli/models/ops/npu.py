@@ -7,7 +7,6 @@ a wrong argument shows without a device. What only a device can show is the kern
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -15,7 +14,7 @@ from typing import Protocol, cast
 import torch
 from torch.nn import functional
 
-from xllm_cli.errors import DeviceError, ModelError
+from xllm_cli.errors import ModelError
 from xllm_cli.models.batch import Batch, LayerKV
 from xllm_cli.models.ops.base import Heads, Linear
 
@@ -130,17 +129,18 @@ class Angles:
 
 
 class NpuOps:
-    """Activations have the model's type. Not row-invariant: the vendor's kernels promise nothing of the kind."""
+    """Activations have the model's type. Not row-invariant: the vendor's kernels promise nothing of the kind.
+
+    One caller at a time: what a batch's positions look up is kept until the next batch is placed.
+    """
 
     kv_layout = "token_major"
     block_multiple = 128
     row_invariant = False
-    attention_dtypes: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.float16})
 
     def __init__(self, device_index: int = 0, operators: OperatorsElsewhere | None = None) -> None:
-        """`operators` replaces the vendor's; DeviceError if those are wanted and torch_npu cannot be imported."""
+        """torch_npu is loaded and the device set by then. `operators` replaces the vendor's and names its device."""
         if operators is None:
-            _import_torch_npu()
             self.device = torch.device("npu", device_index)
             self._operators = cast(NpuOperators, torch.ops.npu)
         else:
@@ -150,12 +150,21 @@ class NpuOps:
         self._mask = torch.ones((_MASK_SIDE, _MASK_SIDE), dtype=torch.int8).triu(1).to(self.device)
 
     def activation_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """See Ops."""
-        if model_dtype not in self.attention_dtypes:
+        """See Ops. Asks the operator itself, by a call on next to nothing: it knows what it takes."""
+        heads = Heads(1, 1, 16)
+        cache = torch.zeros((1, self.block_multiple, 1, 16), dtype=model_dtype, device=self.device).transpose(1, 2)
+        table, one = torch.zeros((1, 1), dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+        ends = torch.tensor([0, 1], dtype=torch.int32)
+        batch = Batch(one, ends[:1], ends, ends[1:], table, one, one)
+        qkv = torch.zeros((1, 3 * 16), dtype=model_dtype, device=self.device)
+        try:
+            self.attention(qkv, LayerKV(cache, cache), self.place(batch), heads, scale=1.0, window=None)
+        except RuntimeError as error:
+            why = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
             raise ModelError(
-                f"a model of type {_name(model_dtype)} cannot run on npu, whose attention takes "
-                f"{' and '.join(sorted(map(_name, self.attention_dtypes)))}: give --dtype=bfloat16"
-            )
+                f"the npu's attention does not take {_name(model_dtype)}: {why}. Models of type bfloat16 are what it "
+                "is made for: --dtype=bfloat16"
+            ) from error
         return model_dtype
 
     def check_heads(self, heads: Heads) -> None:
@@ -320,13 +329,3 @@ def _sides(qkv: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, torch.Tensor,
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _import_torch_npu() -> None:
-    try:
-        importlib.import_module("torch_npu")
-    except ImportError as error:
-        raise DeviceError(
-            f"torch_npu cannot be imported: {error}. Install the one for this torch "
-            f"(pip install torch-npu=={torch.__version__.split('+')[0]}) and run `source …/ascend-toolkit/set_env.sh`"
-        ) from error
