@@ -94,8 +94,8 @@ void AclDriver::charge(std::size_t count) {
   const std::uint64_t most = options_.total_bytes != 0 ? std::min(options_.total_bytes, total_) : total_;
   if (count > most / page_bytes_ || owned_ + count * page_bytes_ > most) {
     throw Shortage(Verb::kCreate, ENOMEM, 0,
-                   "total_bytes: " + std::to_string(count) + " pages wanted, " + std::to_string(owned_) + " of " +
-                       std::to_string(most) + " bytes owned");
+                   (options_.total_bytes != 0 ? "total_bytes: " : "the whole device: ") + std::to_string(count) +
+                       " pages wanted, " + std::to_string(owned_) + " of " + std::to_string(most) + " bytes owned");
   }
   owned_ += count * page_bytes_;
 }
@@ -119,9 +119,9 @@ std::vector<Handle> AclDriver::create(std::size_t count) {
     make(count, made);
   } catch (...) {
     const std::lock_guard lock(mutex_);
-    const std::vector<AclHandle> kept = destroy_all(made);
-    leftover_.handles.insert(leftover_.handles.end(), kept.begin(), kept.end());
-    owned_ -= (count - kept.size()) * page_bytes_;
+    owned_ -= (count - made.size()) * page_bytes_;
+    leftover_.handles.insert(leftover_.handles.end(), made.begin(), made.end());
+    settle_leftover();
     throw;
   }
   const std::lock_guard lock(mutex_);
@@ -134,16 +134,10 @@ std::vector<Handle> AclDriver::create(std::size_t count) {
   return handles;
 }
 
-// Those that the vendor kept.
-std::vector<AclHandle> AclDriver::destroy_all(const std::vector<AclHandle>& handles) {
-  std::vector<AclHandle> kept;
-  for (const AclHandle handle : handles) {
-    const int code = api_.destroy(handle);
-    if (code == 0) continue;
-    note_failure(Verb::kDestroy, code, 0, api_.explain("aclrtFreePhysical", code));
-    kept.push_back(handle);
-  }
-  return kept;
+bool AclDriver::give(AclHandle handle) {
+  const int code = api_.destroy(handle);
+  if (code != 0) note_failure(Verb::kDestroy, code, 0, api_.explain("aclrtFreePhysical", code));
+  return code == 0;
 }
 
 std::vector<Handle> AclDriver::destroy(std::vector<Handle> handles) {
@@ -157,7 +151,7 @@ std::vector<Handle> AclDriver::destroy(std::vector<Handle> handles) {
   for (const Handle handle : handles) {
     const bool stuck = std::any_of(leftover_.mapped.begin(), leftover_.mapped.end(),
                                    [handle](const auto& page) { return page.second == handle; });
-    if (stuck || !destroy_all({handles_.at(handle)}).empty()) {
+    if (stuck || !give(handles_.at(handle))) {
       failed.push_back(handle);
       continue;
     }
@@ -227,10 +221,7 @@ std::vector<Address> AclDriver::unmap(std::vector<Address> addresses) {
 
 void AclDriver::settle_leftover() {
   std::erase_if(leftover_.mapped, [this](const auto& page) { return take(Verb::kMap, page.first); });
-  if (leftover_.handles.empty()) return;
-  const std::size_t before = leftover_.handles.size();
-  leftover_.handles = destroy_all(leftover_.handles);
-  owned_ -= (before - leftover_.handles.size()) * page_bytes_;
+  owned_ -= std::erase_if(leftover_.handles, [this](AclHandle handle) { return give(handle); }) * page_bytes_;
 }
 
 Export AclDriver::export_handle(Handle handle) {

@@ -31,7 +31,7 @@ struct AclOptions {
   std::uint64_t total_bytes = 0;          // cap on this driver's pages and on info().total; 0: none
 };
 
-class AclDriver final : public Driver {
+class AclDriver : public Driver {
  public:
   // Throws std::runtime_error without the library, Error(info) if the device fails, std::invalid_argument for a page
   // size that cannot be.
@@ -60,16 +60,16 @@ class AclDriver final : public Driver {
   void charge(std::size_t count);
   void make(std::size_t count, std::vector<AclHandle>& made) const;
   void put(const std::vector<Page>& pages);
-  bool take(Verb verb, Address address);  // whether the vendor's unmap did it
+  bool take(Verb verb, Address address);  // whether the vendor unmapped it
+  bool give(AclHandle handle);            // whether the vendor freed it
   void settle_leftover();
-  std::vector<AclHandle> destroy_all(const std::vector<AclHandle>& handles);
 
   const AclOptions options_;
   const AclApi api_;
   const AclPageKind kind_;
   const std::size_t page_bytes_;
-  const std::uint64_t total_;
   std::atomic<std::uint64_t> owned_{0};  // bytes of handles, and of those being created
+  const std::uint64_t total_;
 
   mutable std::mutex mutex_;  // guards everything below; never held while a page is created
   bool closed_ = false;

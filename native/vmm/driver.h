@@ -50,7 +50,8 @@ inline constexpr std::array<const char*, 7> kVerbNames{"reserve", "release", "cr
 const char* verb_name(Verb verb);
 Verb verb_from_name(const std::string& name);  // throws std::invalid_argument
 
-// A failed verb. `code` is the vendor's (errno on the host); `address` 0 where none applies.
+// A failed verb. `code` is the vendor's (on the host, and where a driver itself refuses: errno); `address` 0 where none
+// applies.
 class Error : public std::runtime_error {
  public:
   Error(Verb verb, int code, Address address, std::string text);

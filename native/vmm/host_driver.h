@@ -33,7 +33,7 @@ struct HostOptions {
   std::int64_t vma_limit = 0;          // 0: 70 % of vm.max_map_count
 };
 
-class HostDriver final : public Driver {
+class HostDriver : public Driver {
  public:
   explicit HostDriver(const HostOptions& options);
   ~HostDriver() override;

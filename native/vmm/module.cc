@@ -90,6 +90,16 @@ nb::object make_capsule(Views& views, Address address, std::vector<std::int64_t>
   return nb::steal(capsule);
 }
 
+// A driver that nobody closed closes when Python drops it, and not even then with the GIL held.
+template <typename Kind>
+struct Bound final : Kind {
+  using Kind::Kind;
+  ~Bound() override {
+    const nb::gil_scoped_release no_gil;
+    Kind::close();
+  }
+};
+
 void map_pairs(Driver& driver, const std::vector<std::pair<Address, Handle>>& pairs) {
   std::vector<Page> pages;
   pages.reserve(pairs.size());
@@ -126,19 +136,19 @@ void bind_drivers(nb::module_& module) {
       .def("memfd_bytes", &Driver::memfd_bytes, NoGil())
       .def("last_failure", &Driver::last_failure, NoGil())
       .def("close", &Driver::close, NoGil());
-  nb::class_<HostDriver, Driver>(module, "HostDriver")
+  nb::class_<Bound<HostDriver>, Driver>(module, "HostDriver")
       .def(
           "__init__",
-          [](HostDriver* self, bool huge, std::size_t page_bytes, std::uint64_t total_bytes,
+          [](Bound<HostDriver>* self, bool huge, std::size_t page_bytes, std::uint64_t total_bytes,
              std::optional<std::uint8_t> poison,
-             std::int64_t vma_limit) { new (self) HostDriver({huge, page_bytes, total_bytes, poison, vma_limit}); },
+             std::int64_t vma_limit) { new (self) Bound<HostDriver>({huge, page_bytes, total_bytes, poison, vma_limit}); },
           nb::kw_only(), "huge"_a, "page_bytes"_a, "total_bytes"_a = 0, "poison"_a = nb::none(), "vma_limit"_a = 0);
-  nb::class_<AclDriver, Driver>(module, "AclDriver")
+  nb::class_<Bound<AclDriver>, Driver>(module, "AclDriver")
       .def(
           "__init__",
-          [](AclDriver* self, std::string library, int device, std::optional<std::size_t> page_bytes,
+          [](Bound<AclDriver>* self, std::string library, int device, std::optional<std::size_t> page_bytes,
              std::uint64_t total_bytes) {
-            new (self) AclDriver({std::move(library), device, page_bytes, total_bytes});
+            new (self) Bound<AclDriver>({std::move(library), device, page_bytes, total_bytes});
           },
           nb::kw_only(), "library"_a = "", "device"_a = 0, "page_bytes"_a = nb::none(), "total_bytes"_a = 0, NoGil());
   nb::class_<FaultyDriver, Driver>(module, "FaultyDriver")
