@@ -77,7 +77,6 @@ def test_broken_rules_and_what_is_not_built_in_one_message() -> None:
         {"enable_vmm_weights": True, "vmm_elastic": True},
         {"num_speculative_tokens": 3, "speculative_algorithm": "Suffix"},
         {"draft_model": "/d", "num_speculative_tokens": 3, "enable_vmm_kvcache": True, "enable_task_pipeline": False},
-        {"device": "npu"},
         {"device": "cuda"},
         {"nnodes": 2},
         {"node_rank": 1},

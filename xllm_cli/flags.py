@@ -37,7 +37,7 @@ class ModelConfig(Section):
     model: str = flag("", "checkpoint folder (config.json, tokenizer, safetensors)", common=True)
     model_id: str = flag("", "name clients ask for; empty is the folder's name", common=True)
     device: Literal["auto", "npu", "cuda", "cpu"] = flag(
-        "auto", "auto is the first usable one", supported=("auto", "cpu"), why="its operators are not there",
+        "auto", "auto is the first usable one", supported=("auto", "npu", "cpu"), why="its operators are not there",
         common=True,
     )  # fmt: skip
     backend: Literal["", "llm", "vlm", "dit", "rec"] = flag(
