@@ -14,11 +14,13 @@ from typing import NoReturn, cast
 
 import click
 
+from xllm_cli.commands.completion import VARIABLE as COMPLETE_VARIABLE
+from xllm_cli.commands.completion import register as register_completion
 from xllm_cli.commands.version import line as version_line
 from xllm_cli.declare import closest
 from xllm_cli.errors import XllmError
 
-COMMANDS = ("bench", "fetch", "flags", "serve", "version")  # each a file in commands/
+COMMANDS = ("bench", "completion", "fetch", "flags", "serve", "version")  # each a file in commands/
 
 
 class Group(click.Group):
@@ -74,6 +76,8 @@ def xllm() -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """The entry point. Every deliberate failure ends as a message on stderr and its exit code, never a traceback."""
+    if COMPLETE_VARIABLE in os.environ:
+        register_completion()
     try:
         code = xllm.main(args, prog_name="xllm", standalone_mode=False)
     except click.ClickException as error:
