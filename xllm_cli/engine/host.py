@@ -86,7 +86,7 @@ def _build(config: Config, progress: Progress, driver: Driver | None, opened: Ex
     progress("reserving the KV cache")
     spec = model.cache_spec(config.kv_cache.block_size)
     info = start.driver.info()
-    size = size_cache(config, spec, info, device.largest_range)
+    size = size_cache(config, spec, info, device.largest_range, is_host=device.is_host)
     cache = _open_cache(start, spec, size)
     group = _open_group(start, model, spec, size)
     cache.observe(group.observe())
@@ -123,7 +123,7 @@ def _open_cache(start: Start, spec: CacheSpec, size: CacheSize) -> CacheManager:
     flags, page_bytes = start.config.kv_cache, start.driver.info().page_bytes
     return CacheManager(
         spec,
-        limits=cache_limits(start.config, size),
+        limits=cache_limits(start.config, size, is_host=start.device.is_host),
         page_bytes=page_bytes if start.config.vmm.enable_vmm_kvcache else None,
         prefix_seed=flags.xxh3_128bits_seed if flags.enable_prefix_cache else None,
         num_blocks=size.num_blocks,

@@ -32,7 +32,9 @@ class CacheSize:
     pool_pages: int | None = None
 
 
-def size_cache(config: Config, spec: CacheSpec, info: DriverInfo, largest_range: int | None = None) -> CacheSize:
+def size_cache(
+    config: Config, spec: CacheSpec, info: DriverInfo, largest_range: int | None = None, *, is_host: bool = True
+) -> CacheSize:
     """SPEC.md §4 and §5. Elastic: addresses for r of the device, or all of it. Fixed and physical: what is free now
     less (1 - r) of the total. No tensor takes more than `largest_range` bytes of addresses.
 
@@ -44,7 +46,8 @@ def size_cache(config: Config, spec: CacheSpec, info: DriverInfo, largest_range:
         arena = int(info.total * config.kv_ratio) if config.kv_ratio > 0 else info.total
         room = cap or arena
     else:
-        arena = max(0, info.free - floor_bytes(info.total, Limits(arena_bytes=0, ratio=config.kv_ratio)))
+        kept = floor_bytes(info.total, Limits(arena_bytes=0, ratio=config.kv_ratio, host=is_host))
+        arena = max(0, info.free - kept)
         arena = min(arena, cap) if cap else arena
         if config.vmm.enable_vmm_kvcache:
             pages = arena // info.page_bytes
@@ -81,7 +84,7 @@ def check_capacity(cache: CacheManager, context: int) -> None:
         )
 
 
-def cache_limits(config: Config, size: CacheSize) -> Limits:
+def cache_limits(config: Config, size: CacheSize, *, is_host: bool) -> Limits:
     """What caps the cache's bytes."""
     return Limits(
         arena_bytes=size.arena_bytes,
@@ -90,6 +93,7 @@ def cache_limits(config: Config, size: CacheSize) -> Limits:
         reserve=config.vmm.vmm_memory_reserve_bytes,
         elastic=config.has_elastic_kv,
         pool_bytes=size.arena_bytes,
+        host=is_host,
     )
 
 

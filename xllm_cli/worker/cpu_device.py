@@ -21,6 +21,7 @@ class CpuDevice:
     prefill_tokens = 512  # longer steps gain nothing and make everybody else wait
     pads_rows = False
     largest_range: int | None = None
+    is_host = True
     dlpack = HOST
 
     def __init__(self, config: Config) -> None:

@@ -32,6 +32,7 @@ class Device(Protocol):
     prefill_tokens     what a step prefills at most when no chunk is given
     pads_rows          rows may be padded with ones that write block 0, which then stays mapped
     largest_range      the most bytes that one tensor may reserve; None: no limit
+    is_host            its memory is the machine's: what the system itself needs stays free (budget.HOST_FLOOR_BYTES)
     dlpack             DLPack's (type, number) of tensors in its memory
     """
 
@@ -40,6 +41,7 @@ class Device(Protocol):
     prefill_tokens: int
     pads_rows: bool
     largest_range: int | None
+    is_host: bool
     dlpack: tuple[int, int]
 
     def open_driver(self) -> Driver:

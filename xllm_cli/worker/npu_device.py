@@ -49,6 +49,7 @@ class NpuDevice:
     prefill_tokens = 2048  # enough rows to keep the matrix units busy, short enough for running requests
     pads_rows = True
     largest_range: int | None = LARGEST_RANGE
+    is_host = False
 
     def __init__(self, config: Config) -> None:
         """DeviceError if the environment makes no sense; nothing is opened yet."""
