@@ -367,6 +367,14 @@ class Engine:
 
     def _shortage(self, sequence: Sequence) -> RequestError:
         needed, headroom = self._needed_bytes(sequence), self._cache.headroom()
+        if shortage := self._scheduler.pace.shortage:
+            return RequestError(
+                f"no memory to compute in for {self._limits.memory_wait_seconds:g} s: {shortage}. "
+                "Raise --vmm_memory_reserve_bytes, so that the KV cache leaves more",
+                status=503,
+                code="execution_memory_unavailable",
+                retry_after=max(1, round(self._limits.memory_wait_seconds)),
+            )
         return RequestError(
             f"no memory for {self._limits.memory_wait_seconds:g} s: {needed} bytes of KV cache are needed, "
             f"{max(0, headroom.bytes)} may be mapped now (limited by {headroom.limited_by})",
