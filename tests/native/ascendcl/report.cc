@@ -1,0 +1,177 @@
+#include "report.h"
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "call.h"
+#include "host_memory.h"
+#include "ledger.h"
+#include "memory_map.h"
+#include "queue.h"
+#include "settings.h"
+
+namespace ascendcl {
+namespace {
+
+std::string quoted(const std::string& plain) {
+  std::string result = "\"";
+  for (const char character : plain) {
+    if (character == '"' || character == '\\') result += '\\';
+    result += static_cast<unsigned char>(character) < 0x20 ? ' ' : character;
+  }
+  return result + '"';
+}
+
+std::string number(std::uint64_t value) { return std::to_string(value); }
+
+std::string joined(const std::vector<std::string>& parts, char open, char close) {
+  std::string result(1, open);
+  for (const std::string& part : parts) {
+    if (result.size() > 1) result += ", ";
+    result += part;
+  }
+  return result + close;
+}
+
+std::string object(const std::vector<std::pair<const char*, std::string>>& fields) {
+  std::vector<std::string> parts;
+  for (const auto& [name, value] : fields) parts.push_back(quoted(name) + ": " + value);
+  return joined(parts, '{', '}');
+}
+
+std::string devices() {
+  std::vector<std::string> parts;
+  for (const int device : settings().devices) {
+    const DeviceMemory memory = device_memory(device);
+    parts.push_back(object({{"device", std::to_string(device)},
+                            {"total", number(memory.total)},
+                            {"free", number(memory.free)},
+                            {"used", number(memory.used)},
+                            {"peak", number(memory.peak)},
+                            {"neighbour", number(memory.neighbour)}}));
+  }
+  return joined(parts, '[', ']');
+}
+
+std::string calls() {
+  std::vector<std::string> parts;
+  for (const auto& [name, count] : call_counts()) {
+    parts.push_back(quoted(name) + ": " + object({{"calls", number(count.calls)},
+                                                  {"failed", number(count.failed)},
+                                                  {"injected", number(count.injected)},
+                                                  {"with_gil", number(count.with_gil)}}));
+  }
+  return joined(parts, '{', '}');
+}
+
+struct Live {
+  std::vector<std::string> reservations, handles, mappings, blocks, host;
+};
+
+std::string range(std::uint64_t address, std::uint64_t nbytes) {
+  return object({{"address", number(address)}, {"bytes", number(nbytes)}});
+}
+
+Live live_memory() {
+  Live live;
+  const auto lock = memory_map().lock();
+  for (const auto& [address, reservation] : memory_map().reservations()) {
+    live.reservations.push_back(range(address, reservation.nbytes));
+  }
+  for (const auto& [handle, physical] : memory_map().handles().all()) {
+    live.handles.push_back(object({{"handle", number(handle)},
+                                   {"bytes", number(physical->nbytes)},
+                                   {"owners", std::to_string(physical->owners)},
+                                   {"maps", std::to_string(physical->maps)}}));
+  }
+  for (const auto& [address, extent] : memory_map().extents()) {
+    auto& list = extent.physical != nullptr ? live.mappings : live.blocks;
+    list.push_back(range(address, extent.nbytes));
+  }
+  for (const auto& [address, nbytes] : host_blocks()) live.host.push_back(range(address, nbytes));
+  return live;
+}
+
+std::string live() {
+  const Live memory = live_memory();
+  const QueueCounts counts = queue_counts();
+  return object({{"reservations", joined(memory.reservations, '[', ']')},
+                 {"handles", joined(memory.handles, '[', ']')},
+                 {"mappings", joined(memory.mappings, '[', ']')},
+                 {"blocks", joined(memory.blocks, '[', ']')},
+                 {"host_blocks", joined(memory.host, '[', ']')},
+                 {"streams", number(counts.streams)},
+                 {"events", number(counts.events)},
+                 {"graphs", number(counts.graphs)},
+                 {"pending", number(counts.pending)}});
+}
+
+std::string violation_list() {
+  std::vector<std::string> parts;
+  for (const ViolationRecord& one : violations()) {
+    parts.push_back(object({{"call", quoted(one.name)}, {"rule", quoted(one.rule)}, {"text", quoted(one.text)}}));
+  }
+  return joined(parts, '[', ']');
+}
+
+std::string trace() {
+  std::vector<std::string> parts;
+  for (const CallRecord& record : call_trace()) {
+    std::vector<std::string> arguments;
+    for (const std::uint64_t argument : record.arguments) arguments.push_back(number(argument));
+    parts.push_back(object({{"call", quoted(record.name)},
+                            {"arguments", joined(arguments, '[', ']')},
+                            {"code", std::to_string(record.code)},
+                            {"thread", std::to_string(record.thread)},
+                            {"gil", record.gil ? "true" : "false"}}));
+  }
+  return joined(parts, '[', ']');
+}
+
+void write_report(const std::string& path, const std::string& made) {
+  if (path == "stderr") {
+    std::fprintf(stderr, "ascendcl emulator report: %s\n", made.c_str());
+    return;
+  }
+  std::string named = path;
+  if (const auto place = named.find("%p"); place != std::string::npos) named.replace(place, 2, std::to_string(::getpid()));
+  std::FILE* file = std::fopen(named.c_str(), "w");
+  if (file == nullptr) {
+    std::fprintf(stderr, "ascendcl emulator: the report cannot be written to %s\n", named.c_str());
+    return;
+  }
+  std::fputs(made.c_str(), file);
+  std::fclose(file);
+}
+
+// Runs when the library is unloaded, which for a loaded one is the end of the process.
+__attribute__((destructor)) void at_exit() {
+  const std::string& path = settings().report;
+  if (!path.empty()) {
+    write_report(path, report());
+  } else if (settings().strict && has_leaks()) {
+    std::fprintf(stderr, "ascendcl emulator: left at exit: %s\n", live().c_str());
+  }
+}
+
+}  // namespace
+
+std::string report() {
+  return object({{"mode", settings().strict ? "\"strict\"" : "\"hardware\""},
+                 {"devices", devices()},
+                 {"calls", calls()},
+                 {"live", live()},
+                 {"violations", violation_list()},
+                 {"trace", trace()}});
+}
+
+bool has_leaks() {
+  const Live memory = live_memory();
+  return !memory.reservations.empty() || !memory.handles.empty() || !memory.mappings.empty() ||
+         !memory.blocks.empty() || !memory.host.empty();
+}
+
+}  // namespace ascendcl
