@@ -324,3 +324,104 @@ def test_an_output_that_is_not_a_number_ends_its_request_alone():
     again = rig.add(9)
     rig.step()
     assert (broken.table.blocks, again.cached_tokens) == ([], 0)
+
+
+# --- steps that run out of execution memory
+
+
+def broken(rig: Rig) -> StepPlan:
+    """A plan whose rows had no memory to run."""
+    plan = rig.plan()
+    result = StepResult(step=plan.step, mapped=True, observation=rig.observation(), exhausted="full")
+    rig.scheduler.break_off(plan, result)
+    rig.cache.check()
+    return plan
+
+
+def test_a_step_that_ran_out_is_cut_and_the_youngest_gives_way():
+    rig = Rig(40)
+    old, young = rig.add(20), rig.add(20)
+    assert len(broken(rig).rows) == 2
+    assert list(rig.scheduler.waiting) == [old, young]  # neither had run before
+    assert rig.step()[0] == {old.number: 16}
+    assert {row.sequence: len(row.token_ids) for row in broken(rig).rows} == {old.number: 4, young.number: 12}
+    assert (old.computed, rig.step()[0]) == (16, {old.number: 4, young.number: 4})
+
+
+def test_running_decodes_keep_their_order_and_the_youngest_recomputes():
+    rig = Rig(40)
+    old, young = rig.add(5), rig.add(5)
+    rig.step()
+    broken(rig)
+    assert (rig.scheduler.running, list(rig.scheduler.waiting)) == ([old], [young])
+    tokens = []
+    while young.num_generated < 3:
+        tokens += [output.token_ids for output in rig.step()[1]]
+    assert (old.tokens[5:8], young.tokens[5:8]) == ([9] * 3, [9] * 3)
+
+
+def test_a_single_token_that_never_fits_leaves_its_memory_and_rests():
+    rig = Rig(40)
+    only = rig.add(1)
+    while rig.scheduler.pace.tokens > 1:
+        broken(rig)
+    broken(rig)
+    assert (list(rig.scheduler.waiting), only.table.blocks) == ([only], [])
+    rig.now -= 0.1
+    assert (rig.plan().rows, rig.scheduler.waiting_for) == ((), "execution memory")
+    assert rig.step()[0] == {only.number: 1}
+
+
+def test_what_a_broken_step_published_in_advance_is_withdrawn():
+    rig = Rig(40, prefix=True, share_in_batch=True)
+    rig.add(14)
+    broken(rig)
+    late = rig.add(14, max_tokens=1)
+    while late.num_generated == 0:
+        rig.step()
+    assert rig.scheduler.totals.prefix_hits == late.cached_tokens
+
+
+# --- nobody starves
+
+
+def test_a_big_request_runs_under_a_stream_of_small_ones():
+    rig = Rig(12, prefix=True)
+    for _ in range(3):
+        rig.add(8, max_tokens=6, first=20)
+    rig.step()
+    big, later = rig.add(40, max_tokens=2, first=100), []
+    steps = 0
+    while big.num_generated == 0:
+        later.append(rig.add(3, max_tokens=4, first=3 * steps))
+        rig.step()
+        steps += 1
+        assert steps < 20
+    assert all(small.num_generated == 0 for small in later[:-1])
+    while later[-1].num_generated == 0:
+        rig.step()
+
+
+def test_a_preempted_request_is_not_overtaken_for_ever():
+    rig = Rig(6)
+    old, young = rig.add(7, max_tokens=12), rig.add(3, max_tokens=12)
+    done: list[str] = []
+    while str(young.number) not in done:
+        newcomer = rig.add(2, max_tokens=6)
+        done += [output.request_id for output in rig.step()[1] if output.finish]
+        assert newcomer.number < 40
+    assert done[0] == str(old.number)
+    assert young.preempted_in_step > 0
+    assert len(done) < 6  # only those that ran already when it gave way
+
+
+def test_what_the_head_waits_for_is_told_in_bytes():
+    rig = Rig(6)
+    rig.add(8)
+    rig.step()
+    rig.add(16)  # 4 blocks and one more
+    rig.step()
+    assert (rig.scheduler.waiting_for, rig.scheduler.short_bytes) == ("memory", 5 * PAGE)
+    rig.scheduler.remove(rig.scheduler.running[0])
+    rig.step()
+    assert (rig.scheduler.waiting_for, rig.scheduler.short_bytes) == ("", 0)

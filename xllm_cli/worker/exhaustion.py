@@ -10,10 +10,10 @@ import re
 import torch
 
 UNKNOWN_BYTES = 64 << 20  # taken for a refusal that names no size
-_UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "pib": 1 << 50, "eib": 1 << 60}
 # 207001 is what the Ascend runtime calls a failed allocation
 _SAYS_SO = re.compile(r"out of memory|(?:can't|cannot|unable to) allocate|not enough memory|bad_alloc|\b207001\b", re.I)
-_SIZE = re.compile(r"allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)", re.I)
+_SIZE = re.compile(r"allocate (\d+(?:\.\d+)?) ?(bytes|[KMGTPE]iB)", re.I)
 
 
 def bytes_refused(error: BaseException) -> int | None:
