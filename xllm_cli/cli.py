@@ -20,7 +20,7 @@ from xllm_cli.commands.version import line as version_line
 from xllm_cli.declare import closest
 from xllm_cli.errors import XllmError
 
-COMMANDS = ("bench", "completion", "fetch", "flags", "serve", "version")  # each a file in commands/
+COMMANDS = ("bench", "check", "completion", "env", "fetch", "flags", "serve", "version")  # each a file in commands/
 
 
 class Group(click.Group):

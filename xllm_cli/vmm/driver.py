@@ -34,6 +34,8 @@ __all__ = [
     "open_acl_driver",
     "open_driver",
     "open_host_driver",
+    "probe_acl",
+    "probe_host",
 ]
 
 HUGE_PAGE_BYTES = 2 << 20
