@@ -18,12 +18,15 @@ import psutil
 class Serving:
     """`xllm serve` in a subprocess, and what can be asked of it."""
 
-    def __init__(self, folder: Path, model: Path, *flags: str) -> None:
+    def __init__(
+        self, folder: Path, model: Path, *flags: str, within: Callable[[list[str]], list[str]] = lambda command: command
+    ) -> None:
+        """`within` makes the command that starts it somewhere of the command that starts it."""
         self.log = folder / "serve.log"
         command = [sys.executable, "-m", "xllm_cli.cli", "serve", f"--model={model}", "--host=127.0.0.1", "--port=0"]
         with self.log.open("wb") as log:
             environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-            self.process = subprocess.Popen([*command, *flags], stdout=log, stderr=log, env=environment)
+            self.process = subprocess.Popen(within([*command, *flags]), stdout=log, stderr=log, env=environment)
         self.url = self.wait_for_line(r"xllm is ready on (http://[^:]+:\d+)")[1]
         self.http = httpx.Client(base_url=self.url, timeout=100, limits=httpx.Limits(max_connections=None))
 

@@ -1,0 +1,168 @@
+"""Limits and trims of a running server, and several servers on one device: real processes, real memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from memory_cgroup import memory_cgroup
+from real_server import Serving
+
+from xllm_cli.bench.wide_model import BYTES_PER_TOKEN, make_wide_model
+from xllm_cli.neighbours.folder import device_folder
+from xllm_cli.neighbours.status import read_statuses
+
+MIB = 1 << 20
+ELASTIC = ("--enable_vmm_kvcache=true", "--vmm_elastic=true", "--block_size=16")
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_wide_model(tmp_path_factory.mktemp("wide"))
+
+
+@pytest.fixture(scope="module")
+def server(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("limits")
+    serving = Serving(folder, wide_model, *ELASTIC, f"--vmm_neighbours_dir={folder}")
+    yield serving
+    assert serving.stop() == 0, serving.log.read_text()
+
+
+def prompt(tokens: int, first: int = 1) -> list[int]:
+    return [first + place % 97 for place in range(tokens)]
+
+
+def fill(server: Serving, nbytes: int, first: int = 1) -> None:
+    """Leave about so many bytes of cached prefixes behind."""
+    server.complete(prompt=prompt(nbytes // BYTES_PER_TOKEN, first), max_tokens=1)
+
+
+# --- one server
+
+
+def test_a_lower_limit_takes_cached_blocks_of_an_idle_server(server: Serving) -> None:
+    fill(server, 40 * MIB)
+    assert server.vmm()["kv_cached"] >= 30 * MIB
+    answer = server.http.post("/vmm/limit", json={"bytes": 8 * MIB}).json()
+    assert answer["limit"] == 8 * MIB >= answer["mapped"]
+    assert answer["freed"] >= 20 * MIB
+    assert server.memfd_bytes() <= 8 * MIB
+    assert server.http.post("/vmm/limit", json={"bytes": 0}).json()["limit"] is None
+
+
+def test_a_request_beyond_the_limit_waits_until_it_is_lifted(server: Serving) -> None:
+    server.http.post("/vmm/limit", json={"bytes": 4 * MIB})
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.complete, prompt=prompt(16 * MIB // BYTES_PER_TOKEN, 40), max_tokens=1)
+        assert server.wait_until(lambda vmm: vmm["headroom_limited_by"] == "limit")["limit"] == 4 * MIB
+        deadline = time.monotonic() + 10
+        while not server.metric("vllm:num_requests_waiting") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not answer.done()
+        server.http.post("/vmm/limit", json={"bytes": 0})
+        assert answer.result(30)["usage"]["completion_tokens"] == 1
+
+
+def test_running_requests_give_way_to_a_limit_and_end_all_the_same(server: Serving) -> None:
+    tokens = 24 * MIB // BYTES_PER_TOKEN
+    with ThreadPoolExecutor(3) as pool:
+        asked = [
+            pool.submit(server.complete, prompt=prompt(tokens, 50 + n), max_tokens=80, ignore_eos=True)
+            for n in range(3)
+        ]
+        server.wait_until(lambda vmm: vmm["kv_live"] >= 70 * MIB)
+        answer = server.http.post("/vmm/limit", json={"bytes": 40 * MIB}).json()
+        assert answer["mapped"] <= 40 * MIB
+        assert [one.result(60)["usage"]["completion_tokens"] for one in asked] == [80, 80, 80]
+    server.http.post("/vmm/limit", json={"bytes": 0})
+
+
+def test_a_trim_gives_back_what_it_says(server: Serving) -> None:
+    fill(server, 40 * MIB, 20)
+    before = server.vmm()["physical"]
+    some = server.http.post("/vmm/trim", json={"bytes": 10 * MIB}).json()
+    assert 10 * MIB <= some["freed"] <= 14 * MIB and some["physical"] == before - some["freed"]
+    everything = server.http.post("/vmm/trim").json()
+    assert everything["mapped"] == 0 and server.memfd_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("limit", {}), ("limit", {"bytes": -1}), ("limit", {"bytes": "1"}), ("limit", {"bytes": 1.5}),
+        ("limit", {"bytes": 1, "byte": 2}), ("limit", {"bytes": 1 << 63}), ("trim", {"bytes": -1}),
+        ("trim", {"all": 1}),
+    ],
+)  # fmt: skip
+def test_a_wrong_body_changes_nothing(server: Serving, path: str, body: dict) -> None:
+    answer = server.http.post(f"/vmm/{path}", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_value"
+    assert server.vmm()["limit"] is None
+
+
+def test_the_status_file_follows_the_limit(server: Serving) -> None:
+    server.http.post("/vmm/limit", json={"bytes": 12 * MIB})
+    (status,) = read_statuses(device_folder("cpu", server.log.parent))
+    assert status.limit == 12 * MIB and status.model_id == "wide0"
+    server.http.post("/vmm/limit", json={"bytes": 0})
+
+
+# --- several
+
+
+class Pair(NamedTuple):
+    """Two servers on one budget."""
+
+    rich: Serving
+    poor: Serving
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def pair(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    flags = (*ELASTIC, f"--vmm_neighbours_dir={folder}")
+    places = [folder / name for name in ("rich", "poor")]
+    with memory_cgroup(1100 * MIB) as group, ThreadPoolExecutor(2) as pool:
+        for place in places:
+            place.mkdir()
+        starts = [pool.submit(Serving, place, wide_model, *flags, within=group.command) for place in places]
+        servers = [start.result() for start in starts]
+        yield Pair(servers[0], servers[1], folder)
+        for server in servers:
+            if server.process.poll() is None:
+                assert server.stop() == 0, server.log.read_text()
+
+
+def fill_up(server: Serving) -> None:
+    """Cache prefixes until there is hardly any headroom."""
+    number = 0
+    while server.vmm()["headroom"] > 48 * MIB:
+        number += 1
+        fill(server, 32 * MIB, 1 + number % 150)
+
+
+def test_a_starving_server_gets_what_an_idle_one_only_remembers(pair: Pair) -> None:
+    fill_up(pair.rich)
+    free = pair.poor.vmm()["free"]
+    started = time.monotonic()
+    pair.poor.complete(prompt=prompt(128 * MIB // BYTES_PER_TOKEN), max_tokens=1)
+    assert time.monotonic() - started < 50, "it waited for nothing but an answer: memory_wait_seconds is 60"
+    given = pair.rich.vmm()["neighbours"]["given"]
+    assert given >= 128 * MIB - free
+    assert pair.poor.vmm()["neighbours"]["received"] == given
+
+
+def test_a_neighbour_killed_leaves_its_memory_to_the_other(pair: Pair) -> None:
+    pair.poor.http.post("/vmm/trim")
+    fill_up(pair.rich)
+    received = pair.poor.vmm()["neighbours"]["received"]
+    pair.rich.kill()
+    pair.poor.complete(prompt=prompt(160 * MIB // BYTES_PER_TOKEN), max_tokens=1)
+    assert len(read_statuses(device_folder("cpu", pair.folder))) == 1
+    assert pair.poor.vmm()["neighbours"]["received"] == received
