@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from flag_values import some_flags
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xllm_cli.config import make_config, print_form, resolve
-from xllm_cli.errors import ConfigError
-from xllm_cli.flags import Config
+from xllm_cli.argv import canonical
+from xllm_cli.config import dump, make_config, print_form, rank_commands, resolve
+from xllm_cli.errors import ConfigError, XllmError
+from xllm_cli.facts import look
+from xllm_cli.flags import Config, SecurityConfig
 from xllm_cli.rules import Case
-from xllm_cli.sources import Setting, Settings, from_file
+from xllm_cli.sources import Setting, Settings, from_file, gather
 from xllm_cli.verdict import broken_rules
 
 
@@ -140,6 +145,77 @@ def test_the_printed_form_with_sources() -> None:
     printed = json.loads(print_form(resolve(Settings(given=given))))
     assert printed["service"]["port"] == {"value": 1, "source": "environment XLLM_FLAG_PORT"}
     assert printed["service"]["host"] == {"value": "", "source": "default"}
+
+
+def typed(**flags: Any) -> Settings:
+    return Settings(given={name: Setting(value, "command line") for name, value in flags.items()})
+
+
+MTP = {"draft_model": "/models/mtp", "speculative_algorithm": "MTP", "num_speculative_tokens": 3}
+MTP |= {"enable_vmm_kvcache": True, "enable_vmm_weights": False, "enable_task_pipeline": False}
+
+
+def test_what_is_valid_but_not_built_may_be_printed() -> None:
+    resolved = resolve(typed(**MTP, nnodes=2, print_config="true"), needs_model=True)
+    assert len(resolved.warnings) == 2 and all("not supported yet" in warning for warning in resolved.warnings)
+    with pytest.raises(ConfigError, match="3 problems"):  # of the model, too
+        resolve(typed(**MTP, nnodes=2), needs_model=True)
+
+
+@pytest.mark.parametrize("flags", [{"dit_debug_print": True}, {"enable_xtensor": True}, {"node_rank": 1}])
+def test_what_will_never_be_valid_may_not(flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        resolve(typed(**flags, print_config="true"))
+
+
+def test_a_dry_run_tells_the_commands_of_all_ranks() -> None:
+    resolved = resolve(typed(**MTP, model="/m y", port=9000, nnodes=2, api_key="secret", dry_run=True))
+    commands = rank_commands(resolved)
+    assert [command.rpartition("--port=")[2] for command in commands] == ["9000 --node_rank=0", "9001 --node_rank=1"]
+    assert all("secret" not in command and "dry_run" not in command for command in commands)
+    read = gather(dict(arg[2:].split("=", 1) for arg in canonical(shlex.split(commands[1])[2:]).argv), {})
+    assert {name: read.given[name].value for name in MTP} == MTP and read.given["model"].value == "/m y"
+    (alone,) = rank_commands(resolve(typed(node_rank=0, port=0, max_memory_utilization=None)))
+    assert alone == "xllm serve --port=0"
+
+
+def test_a_dump_is_written_whole_and_loads_back(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.json"
+    resolved = resolve(typed(model="/m", random_seed=7, api_key="secret", dump_config_json_file=str(path)))
+    dump(resolved)
+    dump(resolved)
+    assert [file.name for file in path.parent.iterdir()] == ["b.json"] and "secret" not in path.read_text()
+    again = resolve(from_file(path))
+    assert again.config == resolved.config.model_copy(update={"security": SecurityConfig()}) and not again.warnings
+
+
+@pytest.mark.parametrize("where", ["file/x.json", ".", "nul\0"])
+def test_a_dump_that_cannot_be_written_ends_the_start_with_1(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(XllmError, match="cannot be written") as caught:
+        dump(resolve(typed(dump_config_json_file=f"{tmp_path}/{where}")))
+    assert caught.value.exit_code == 1 and [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@settings(deadline=None)
+@given(some_flags())
+def test_any_accepted_configuration_breaks_no_rule_and_loads_back(flags: dict[str, Any]) -> None:
+    try:
+        resolved = resolve(typed(**flags, print_config="true"))
+    except ConfigError:
+        return
+    assert not broken_rules(Case(resolved.config, look(resolved.config)))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "flags.json"
+        path.write_text(print_form(resolved), encoding="utf-8")
+        read = from_file(path)
+    read.given["print_config"] = Setting("true", "command line")
+    assert resolve(read).config == resolved.config.model_copy(update={"security": read_back(resolved.config)})
+
+
+def read_back(config: Config) -> SecurityConfig:
+    """What is left of a section with a secret."""
+    return SecurityConfig.model_validate(config.security.model_dump())
 
 
 def test_a_configuration_crosses_a_process() -> None:

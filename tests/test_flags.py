@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
+from flag_values import FREE
 from pydantic import ValidationError
 
-from xllm_cli.declare import closest, did_you_mean
+from xllm_cli.config import resolve
+from xllm_cli.declare import Flag, closest, did_you_mean
+from xllm_cli.errors import ConfigError
 from xllm_cli.flags import FLAGS, Config, LaunchConfig, sections
+from xllm_cli.sources import Setting, Settings
 
 GIB = 2**30
 
@@ -123,3 +132,80 @@ def test_suggestions_are_near_or_begun_and_otherwise_absent() -> None:
     assert closest("prot", FLAGS)[0] == "port"
     assert "max_memory_utilization" in closest("max_mem", FLAGS)
     assert did_you_mean("qqqq", FLAGS) == ""
+
+
+# --- the original's flags
+
+TABLE = Path(__file__).parent / "data" / "upstream_flags.tsv"
+UPSTREAM = list(csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines(), delimiter="	"))
+KINDS = {"bool": {"bool"}, "string": {"str", "choice"}, "double": {"float"}}
+RANGES = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1), "uint32": (0, 2**32 - 1)}
+RANGES["uint64"] = (0, 2**64 - 1)
+OTHER_DEFAULTS = {
+    "max_memory_utilization": (None, "unset is 0.8 for a fixed pool and for physical KV, and 0 for elastic KV"),
+    "node_rank": (None, "unset starts all ranks of this host, 0 only the first"),
+    "enable_block_copy_kernel": (None, "the original's default depends on the device"),
+    "max_global_ttft_ms": (2**31 - 1, "written as a name of C++"),
+    "max_global_tpot_ms": (2**31 - 1, "written as a name of C++"),
+}
+
+
+def upstream_default(row: dict[str, str]) -> Any:
+    """The value that the original's default means here."""
+    text = row["default"].strip('"')
+    return FLAGS[row["flag"]].parse(text)
+
+
+@pytest.mark.parametrize("row", UPSTREAM, ids=lambda row: row["flag"])
+def test_a_flag_of_the_original_is_known_with_its_type_and_default(row: dict[str, str]) -> None:
+    flag = FLAGS[row["flag"]]
+    assert flag.kind in KINDS.get(row["type"], {"int", "bytes"})
+    if row["flag"] in OTHER_DEFAULTS:
+        assert flag.default == OTHER_DEFAULTS[row["flag"]][0]
+    else:
+        assert flag.default == upstream_default(row) and type(flag.default) is type(upstream_default(row))
+    if row["type"] in RANGES:
+        low, high = RANGES[row["type"]]
+        assert low <= flag.meta["low"] <= flag.meta["high"] <= high
+
+
+def test_the_table_is_the_whole_one() -> None:
+    assert len(UPSTREAM) == 184 and OTHER_DEFAULTS.keys() <= {row["flag"] for row in UPSTREAM}
+    sections_there = {row["section"] for row in UPSTREAM} - {"ConfigJsonUtils"}
+    assert sections_there <= {section.__name__ for _, section in sections()}
+
+
+@pytest.mark.parametrize("name", sorted({row["flag"] for row in UPSTREAM}))
+def test_a_script_may_spell_out_the_default(name: str) -> None:
+    """What the original does anyhow, said explicitly, starts without a word."""
+    row = next(row for row in UPSTREAM if row["flag"] == name)
+    if FLAGS[name].section != "launch" and name not in OTHER_DEFAULTS:
+        given = Settings(given={name: Setting(upstream_default(row), "command line")})
+        assert resolve(given).warnings == []
+
+
+@pytest.mark.parametrize("flag", [flag for flag in FREE if flag.status == "accepted"], ids=lambda flag: flag.name)
+def test_an_accepted_flag_starts_with_one_warning_that_says_why(flag: Flag) -> None:
+    value = other_value(flag)
+    (warning,) = resolve(Settings(given={flag.name: Setting(value, "command line")})).warnings
+    assert warning.startswith(f"{flag.spell(value)} (command line) has no effect here: {flag.meta['why']}")
+
+
+@pytest.mark.parametrize("flag", [f for f in FLAGS.values() if f.status == "unsupported"], ids=lambda flag: flag.name)
+def test_an_unsupported_flag_is_refused_with_the_reason(flag: Flag) -> None:
+    value = other_value(flag)
+    with pytest.raises(ConfigError, match=re.escape(flag.meta["why"])) as caught:
+        resolve(Settings(given={flag.name: Setting(value, "file f")}))
+    assert f"{flag.spell(value)} (file f)" in str(caught.value) and caught.value.exit_code == 2
+
+
+def other_value(flag: Flag) -> Any:
+    """A value that asks for something."""
+    if flag.kind == "bool":
+        return not flag.default
+    if flag.kind == "choice":
+        return next(choice for choice in flag.choices if not flag.is_supported(choice) or choice != flag.default)
+    if flag.kind == "str":
+        return "x"
+    numbers = (1.0, 2.0) if flag.kind == "float" else (1, 2, 3)
+    return next(n for n in numbers if n != flag.default and (flag.status == "accepted" or not flag.is_supported(n)))

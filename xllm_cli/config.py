@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +129,8 @@ def dump(resolved: Resolved) -> None:
         draft.write_text(json.dumps(resolved.config.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
         draft.replace(path)
     except (OSError, ValueError) as error:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError, ValueError):
+            draft.unlink()
         reason = error.strerror if isinstance(error, OSError) else error
         raise XllmError(f"--dump_config_json_file={path} cannot be written: {reason}") from error
 

@@ -41,7 +41,7 @@ def _content(name: str, outer: tuple[Path, ...]) -> Iterator[str]:
     if path.resolve() in outer:
         raise ConfigError(f"--flagfile={name} names itself")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--flagfile={name}: {reason}") from error

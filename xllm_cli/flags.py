@@ -50,7 +50,7 @@ class ModelConfig(Section):
         "auto", "auto is the checkpoint's; float32 is exact and twice the memory of bfloat16", common=True
     )
     tool_call_parser: Literal["", "auto", "none", "hermes", "qwen25", "qwen3"] = flag(
-        "", "how the model writes tool calls; empty and auto ask its chat template, none leaves them in the text"
+        "", "how the model writes tool calls; empty and auto ask its chat template, none refuses requests with tools"
     )
     reasoning_parser: Literal["", "auto", "none", "qwen3", "deepseek-r1"] = flag(
         "", "how the model writes reasoning; empty and auto ask its chat template, none leaves it in the text, "
@@ -66,7 +66,7 @@ class ModelConfig(Section):
     use_audio_in_video: bool = idle(False, "hear the sound of videos", _TEXT_ONLY)
     enable_return_mm_full_embeddings: bool = unbuilt(False, "answer with embeddings of media", "models generate text")
     flashinfer_workspace_buffer_size: int = idle(
-        134217728, "bytes of FlashInfer's workspace", "attention needs no workspace", low=0, high=INT64_MAX,
+        134217728, "bytes of FlashInfer's workspace", "attention needs no workspace", low=0, high=INT32_MAX,
         is_bytes=True,
     )  # fmt: skip
 

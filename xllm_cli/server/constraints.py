@@ -40,7 +40,8 @@ def constraint_of(asked: GenerationRequest, tokenizer: Tokenizer, end_ids: tuple
     answer = grammar_of(asked.response_format, end_ids)
     if not isinstance(asked, ChatRequest) or (answer is None and not asked.forced_tools):
         return answer
-    has_prefix, calls = tokenizer.habits.reasons, asked.forced_tools or (asked.offered_tools if answer is not None else [])
+    has_prefix = tokenizer.habits.reasons
+    calls = asked.forced_tools or (asked.offered_tools if answer is not None else [])
     if answer is not None and (answer.kind == "lark" or not (has_prefix or calls)):
         if calls:
             raise RequestError("a lark response_format and tools exclude each other", param="response_format")

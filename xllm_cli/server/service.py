@@ -21,7 +21,7 @@ import uvloop
 
 from xllm_cli.core import ErrorInfo, Fatal, Ready
 from xllm_cli.errors import EngineDead
-from xllm_cli.flags import Config
+from xllm_cli.flags import Config, ServiceConfig
 from xllm_cli.server.engine_client import EngineClient
 from xllm_cli.server.entrance import Entrance
 from xllm_cli.server.http_protocol import HttpProtocol
@@ -84,7 +84,7 @@ class Service:
             config.model_dump(mode="json"),
         )
         self._entrance = Entrance(self._state)
-        self._threads = ThreadPoolExecutor(config.service.num_request_handling_threads, "xllm-request")
+        self._threads = request_threads(config.service)
 
     def run(self, stop: StopSignals) -> int:
         """The exit code, or EngineDead or ModelError."""
@@ -222,6 +222,11 @@ class Service:
         deadline = time.monotonic() + SETTLE_SECONDS
         while self._state.open_requests and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
+
+
+def request_threads(service: ServiceConfig) -> ThreadPoolExecutor:
+    """The threads in which long prompts become tokens."""
+    return ThreadPoolExecutor(service.num_request_handling_threads, "xllm-request")
 
 
 def _unexplained(ended: asyncio.Task[int], messages: asyncio.Task[None]) -> Fatal:

@@ -1,0 +1,33 @@
+"""Values that a flag may have, and configurations of them, for randomised tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from xllm_cli.declare import Flag
+from xllm_cli.flags import FLAGS
+
+FREE = [flag for flag in FLAGS.values() if flag.section != "launch" and not flag.meta.get("never")]
+
+
+def value_of(flag: Flag) -> st.SearchStrategy[Any]:
+    """Any value within the flag's range, whether it is built or not."""
+    low, high, step = flag.meta.get("low", 0), flag.meta.get("high", 10**9), flag.meta.get("multiple", 1)
+    if flag.kind in ("int", "bytes"):
+        values: st.SearchStrategy[Any] = st.integers(-(-int(low) // step), int(high) // step).map(lambda n: n * step)
+    else:
+        values = {
+            "bool": st.booleans(),
+            "float": st.floats(low, high),
+            "str": st.text(max_size=8),
+            "choice": st.sampled_from(flag.choices or ("",)),
+        }[flag.kind]
+    return values | st.none() if flag.default is None else values
+
+
+def some_flags(most: int = 8) -> st.SearchStrategy[dict[str, Any]]:
+    """A few flags with values."""
+    chosen = st.lists(st.sampled_from(FREE), unique_by=lambda flag: flag.name, max_size=most)
+    return chosen.flatmap(lambda flags: st.fixed_dictionaries({flag.name: value_of(flag) for flag in flags}))
