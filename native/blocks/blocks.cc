@@ -71,6 +71,7 @@ Pages::Pages(std::int64_t width_in, std::int64_t page_bytes_in, std::int64_t ten
 }
 
 std::int32_t Pages::touching(Page page, Block start, Block stop) const {
+  if (stop - start == 1) return 1;
   return static_cast<std::int32_t>(std::min(end_block(page), stop) - std::max(first_block(page), start));
 }
 
@@ -88,12 +89,18 @@ void Pages::set_usable(Page page, bool usable) {
 }
 
 void Pages::add_spare(Page page, double since) {
+  if (is_spare(page)) return;
   reach(page);
+  if (!is_present(page)) changed_.push_back(page);
   since_[at(page)] = since;
   spares_.put(page, 0);
 }
 
-void Pages::remove_spare(Page page) { spares_.put(page, kNone); }
+void Pages::remove_spare(Page page) {
+  if (!is_spare(page)) return;
+  spares_.put(page, kNone);
+  if (!is_present(page)) changed_.push_back(page);
+}
 
 // --- Widths ----------------------------------------------------------------------------------------------------------
 
@@ -106,9 +113,10 @@ void Widths::retain(Block start, Block stop) {
       std::int32_t& live = pages.live_[Pages::at(page)];
       if (live == 0) {
         if (pages.is_spare(page)) {
-          pages.remove_spare(page);
+          pages.spares_.put(page, kNone);
         } else {
-          turned_.push_back({i, page, true});
+          turned_.push_back({i, page});
+          pages.changed_.push_back(page);
         }
       }
       live += pages.touching(page, start, stop);
@@ -125,12 +133,18 @@ void Widths::release(Block start, Block stop) {
       live -= pages.touching(page, start, stop);
       if (live != 0) continue;
       if (pages.usable_[Pages::at(page)]) {
-        pages.add_spare(page, now);
+        pages.since_[Pages::at(page)] = now;
+        pages.spares_.put(page, 0);
       } else {
-        turned_.push_back({i, page, false});
+        turned_.push_back({i, page});
+        pages.changed_.push_back(page);
       }
     }
   }
+}
+
+bool Widths::has_changed() const {
+  return std::any_of(pages_.begin(), pages_.end(), [](const auto& pages) { return !pages->changed_.empty(); });
 }
 
 bool Widths::are_present(Block block) const {
@@ -249,6 +263,17 @@ Cold BlockList::cold(std::int64_t count, std::int64_t pages, const std::vector<s
   return found;
 }
 
+std::vector<Block> BlockList::take_cold(std::int64_t count, std::int64_t pages) {
+  const Cold found = cold(count, pages, {});
+  std::vector<Block> taken;
+  if (found.blocks < count) return taken;
+  for (const auto& [start, stop] : found.runs) {
+    take(start, stop);
+    for (Block block = start; block < stop; ++block) taken.push_back(block);
+  }
+  return taken;
+}
+
 Block BlockList::next_cold(Block start) const {
   const auto from = states_.begin() + std::min(start, activated());
   const auto found = std::find(from, states_.end(), std::uint8_t{kCold});
@@ -336,7 +361,17 @@ void BlockList::activate(Block stop) {
   }
 }
 
-void BlockList::settle(Block start, Block stop) {
+void BlockList::settle() {
+  for (std::size_t width = 0; width < widths_->size(); ++width) {
+    for (const Page page : widths_->take_changed(width)) {
+      const Block stop = std::min(widths_->pages(width).end_block(page), num_blocks);
+      if (width == 0) activate(stop);
+      settle_run(widths_->pages(width).first_block(page), stop);
+    }
+  }
+}
+
+void BlockList::settle_run(Block start, Block stop) {
   for (Block block = start; block < std::min(stop, activated()); ++block) {
     std::uint8_t& state = states_[at(block)];
     if (state != kCold && state != kReady) continue;

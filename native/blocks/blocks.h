@@ -78,7 +78,7 @@ class Pages {
   Page size() const { return static_cast<Page>(live_.size()); }
 
   void set_usable(Page page, bool usable);
-  void add_spare(Page page, double since);  // the youngest
+  void add_spare(Page page, double since);  // the youngest; no-op if it is one
   void remove_spare(Page page);             // no-op if it is none
   Page oldest_spare() const { return spares_.front(0); }
   double since(Page page) const { return since_[at(page)]; }
@@ -92,6 +92,7 @@ class Pages {
   std::int32_t touching(Page page, Block start, Block stop) const;
   void reach(Page page);
 
+  std::vector<Page> changed_;  // pages that came or went since BlockList settled
   std::vector<std::int32_t> live_;
   std::vector<std::uint8_t> usable_;
   std::vector<double> since_;
@@ -102,7 +103,6 @@ class Pages {
 struct Turned {
   std::size_t width;  // its index
   Page page;
-  bool is_live;
 };
 
 // Pages a block list costs, counted in ascending order of blocks, each page once.
@@ -120,6 +120,9 @@ class Widths {
   void release(Block start, Block stop);
   std::vector<Turned> take_turned() { return std::exchange(turned_, {}); }
   bool has_turned() const { return !turned_.empty(); }
+  bool has_changed() const;
+  std::vector<Page> take_changed(std::size_t width) { return std::exchange(pages_[width]->changed_, {}); }
+  const Pages& pages(std::size_t width) const { return *pages_[width]; }
 
   bool are_present(Block block) const;
   std::int64_t cost(Block block, const std::vector<Page>& seen, const std::vector<std::vector<Page>>& gone) const;
@@ -153,6 +156,8 @@ class BlockList {
   // fullest pages. `near` kNone: no page is preferred.
   std::vector<Block> take_ready(std::int64_t count, Block near);
   Cold cold(std::int64_t count, std::int64_t pages, const std::vector<std::pair<std::size_t, Page>>& gone);
+  // Exactly `count` cold blocks, lowest ids first, for at most `pages` more pages; none if there are not as many.
+  std::vector<Block> take_cold(std::int64_t count, std::int64_t pages);
   void take(Block start, Block stop);  // these free blocks
   void retain(Block block);            // REQUIRES held or cached
   bool release(Block block);           // whether nobody holds it now; then free_held or cache comes next
@@ -161,7 +166,8 @@ class BlockList {
   void cache(Block block);
 
   void activate(Block stop);
-  void settle(Block start, Block stop);  // sorts the free ones of these into ready and cold
+  // Sorts the free blocks of pages that came or went into ready and cold, activating those of new pages of width 0.
+  void settle();
 
   std::int64_t group(Block block) const { return block * group_width_ / group_page_; }
   Block group_start(std::int64_t group) const { return (group * group_page_ + group_width_ - 1) / group_width_; }
@@ -179,6 +185,7 @@ class BlockList {
   void change(std::int64_t group, std::int32_t held, std::int32_t cached, std::int32_t ready);
   void hold(Block start, Block stop);
   void free(const std::vector<Block>& blocks, State before);
+  void settle_run(Block start, Block stop);
   std::int64_t take_from(std::int64_t group, std::int64_t count, std::vector<Block>& taken);
   Block next_cold(Block start) const;
   Block end_of_cold(Block start, Block end) const;

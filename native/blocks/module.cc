@@ -2,10 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-
-#include <tuple>
 
 #include "blocks.h"
 
@@ -36,9 +33,9 @@ nb::list give_back(BlockList& list, const nb::list& blocks, const nb::dict& publ
   return idle;
 }
 
-std::vector<std::tuple<std::size_t, Page, bool>> take_turned(Widths& widths) {
-  std::vector<std::tuple<std::size_t, Page, bool>> pages;
-  for (const Turned& turned : widths.take_turned()) pages.emplace_back(turned.width, turned.page, turned.is_live);
+std::vector<std::pair<std::size_t, Page>> take_turned(Widths& widths) {
+  std::vector<std::pair<std::size_t, Page>> pages;
+  for (const Turned& turned : widths.take_turned()) pages.emplace_back(turned.width, turned.page);
   return pages;
 }
 
@@ -102,12 +99,12 @@ NB_MODULE(_blocks, module) {
       .def("take_padding", &BlockList::take_padding)
       .def("take_ready", &BlockList::take_ready, "count"_a, "near"_a)
       .def("cold", &cold, "count"_a, "pages"_a, "gone"_a)
+      .def("take_cold", &BlockList::take_cold, "count"_a, "pages"_a)
       .def("take", &BlockList::take, "start"_a, "stop"_a)
       .def("retain", &BlockList::retain, "block"_a)
       .def("give_back", &give_back, "blocks"_a, "published"_a)
       .def("free_cached", &BlockList::free_cached, "blocks"_a)
-      .def("activate", &BlockList::activate, "stop"_a)
-      .def("settle", &BlockList::settle, "start"_a, "stop"_a)
+      .def("settle", &BlockList::settle)
       .def("group", &BlockList::group, "block"_a)
       .def("group_start", &BlockList::group_start, "group"_a)
       .def("used", &BlockList::used, "group"_a)

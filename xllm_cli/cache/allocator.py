@@ -53,40 +53,53 @@ class Allocator:
         return bool(self._packed(own, count))
 
     def take(self, own: Sequence[int], count: int) -> list[int] | None:
-        """Hold `count` more blocks for a table that has `own`; None, with nothing changed, when they cannot be had."""
+        """Hold `count` more blocks for a table that has `own`; None, with nothing changed, when they cannot be had.
+
+        Ready blocks on the page of the table's last block come first, then those on the fullest pages.
+        """
+        pool, near = self.pool, own[-1] if own else -1
+        short = count - pool.num_ready
+        if short <= 0:
+            return pool.take_ready(count, near)
+        pages = self._pages_to_open()
+        opened = pool.take_cold(short, pages) if pages >= 0 else []
+        if not opened:
+            return self._take_idle(own, count)
+        taken = pool.take_ready(count - short, near) + opened if count > short else opened
+        pool.settle_pages()
+        return taken
+
+    def _take_idle(self, own: Sequence[int], count: int) -> list[int] | None:
+        """Neither ready nor cold blocks are enough: give up spares that complete no block, then forget idle blocks."""
         short = count - self.pool.num_ready
-        cold = NO_COLD
-        if short > 0:
-            useless: Collection[Spare] = ()
-            cold = self._cold(short)
-            if cold.num_blocks < short:
-                useless = self._useless_spares()
-                cold = self._cold(short, useless)
-            short -= cold.num_blocks
-            if short > self.index.num_idle:
-                return self._take_packed(own, count)
-            self.residency.give_up(useless)
+        useless = self._useless_spares()
+        cold = self._cold(short, useless)
+        short -= cold.num_blocks
+        if short > self.index.num_idle:
+            return self._take_packed(own, count)
+        self.residency.give_up(useless)
         taken = self.pool.take_ready(min(count, self.pool.num_ready), own[-1] if own else -1)
-        if cold.runs:
-            self.pool.take_runs(cold.runs)
-            for run in cold.runs:
-                taken.extend(range(*run))
+        self.pool.take_runs(cold.runs)
+        for run in cold.runs:
+            taken.extend(range(*run))
         if short > 0:
             reused = self.index.evict(short)
             self.counters.evicted_blocks += len(reused)
             for block in reused:
                 self.pool.retain(block)
             taken += reused
-        self.pool.settle_pages()
         return taken
 
-    def _cold(self, count: int, gone: Collection[Spare] = ()) -> Cold:
+    def _pages_to_open(self, gone: Collection[Spare] = ()) -> int:
+        """How many absent pages may be wanted now; negative: none, and so no cold block. `gone` are given up."""
         if not self.residency.reclaims:
-            return self.pool.find_cold(count, 0)
+            return 0
         pages = self.slack + sum(self.residency.tensors_of(spare) for spare in gone)
-        if pages <= 0 or self.gate.is_closed(self._clock()):
-            return NO_COLD
-        return self.pool.find_cold(count, pages, gone)
+        return pages if pages > 0 and not self.gate.is_closed(self._clock()) else -1
+
+    def _cold(self, count: int, gone: Collection[Spare] = ()) -> Cold:
+        pages = self._pages_to_open(gone)
+        return self.pool.find_cold(count, pages, gone) if pages >= 0 else NO_COLD
 
     def _useless_spares(self) -> set[Spare]:
         """Spares that no ready block touches: when all ready blocks are taken, these only cost bytes."""

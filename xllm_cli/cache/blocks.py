@@ -112,16 +112,9 @@ class BlockPool(BlockList):
     def settle_pages(self) -> None:
         """File the pages that turned, then sort the free blocks of those that came or went into ready and cold,
         activating those of new pages."""
-        residency = self._residency
-        if residency.books.has_turned:
-            residency.file_turned()
-        changed = residency.changed
-        while changed:
-            start, stop, primary = changed.pop()
-            stop = min(stop, self.num_blocks)
-            if primary:
-                self.activate(stop)
-            self.settle(start, stop)
+        if self._residency.books.has_turned:
+            self._residency.file_turned()
+        self.settle()
 
     def ready_in(self, run: Run) -> bool:
         """Whether any block of a run is ready."""

@@ -36,4 +36,4 @@ class AlwaysResident(Residency):
         return 0
 
     def check(self, live_runs: Sequence[Run]) -> None:
-        assert not self.changed
+        assert not self.books.has_turned

@@ -17,8 +17,6 @@ Totals count every tensor's page once, so that bytes are pages times `page_bytes
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
-
 from xllm_cli._blocks import Widths
 from xllm_cli.cache.pages import Geometry, Run, WidthPages
 from xllm_cli.core import CacheSpec, PageDelta, PageRef
@@ -32,16 +30,8 @@ Spare = tuple[int, int]
 """A spare page as (index of its width, page)."""
 
 
-class Changed(NamedTuple):
-    """Blocks `[start, stop)` touch a page whose presence changed; `primary` if it is one of the widest tensor's."""
-
-    start: int
-    stop: int
-    primary: bool
-
-
 class Residency:
-    """Pages of a virtual KV cache. `changed` collects block runs whose pages came or went; BlockPool drains it."""
+    """Pages of a virtual KV cache."""
 
     reclaims = True
     """Whether forgetting blocks can give bytes back."""
@@ -56,7 +46,6 @@ class Residency:
         self._width_of = {tensor: pages for pages in self.widths for tensor in pages.tensors}
         self.books = Widths([pages.counts for pages in self.widths])
         self.mapped_pages = self.missing_pages = self.leaving_pages = 0
-        self.changed: list[Changed] = []
         self._retry_at = 0.0
 
     @property
@@ -97,29 +86,29 @@ class Residency:
 
     def file_turned(self) -> None:
         """File the pages that a first block came to, or a last one left, and that are no spares."""
-        for index, page, is_live in self.books.take_turned():
+        for index, page in self.books.take_turned():
             self.widths[index].reach(page)
-            self._file(self.widths[index], page, was_present=not is_live)
+            self._file(self.widths[index], page)
 
-    def _file(self, pages: WidthPages, page: int, *, was_present: bool, keep: bool = True) -> None:
-        """Put a page on the one list that fits its counts, and note a change of presence."""
+    def _file(self, pages: WidthPages, page: int, *, keep: bool = True) -> None:
+        """Put a page on the one list that fits its counts."""
         self.missing_pages -= pages.missing.pop(page, 0)
         self.leaving_pages -= pages.leaving.pop(page, 0)
         mapped, every, counts = pages.num_mapped[page], len(pages.tensors), pages.counts
         usable = mapped == every and page not in pages.stuck
         counts.set_usable(page, usable)
-        counts.remove_spare(page)
         if counts.live(page):
             if mapped < every:
                 pages.missing[page] = every - mapped
                 self.missing_pages += every - mapped
-        elif usable and keep:
+            return
+        if usable and keep:
             counts.add_spare(page, self.books.now)
-        elif mapped:
+            return
+        counts.remove_spare(page)
+        if mapped:
             pages.leaving[page] = mapped - len(pages.stuck.get(page, ()))
             self.leaving_pages += pages.leaving[page]
-        if pages.is_present(page) != was_present:
-            self.changed.append(Changed(*pages.blocks_of(page), pages is self.widths[0]))
 
     # --- what blocks would cost -------------------------------------------------------------------------------------
 
@@ -174,14 +163,14 @@ class Residency:
     def give_up(self, spares: Iterable[Spare]) -> None:
         """Let these spares leave with the next delta."""
         for index, page in spares:
-            self._file(self.widths[index], page, was_present=True, keep=False)
+            self._file(self.widths[index], page, keep=False)
 
     def give_up_pages(self, count: int) -> None:
         """Let spares of at least `count` pages leave, oldest first, or all there are."""
         stop_at = self.spare_pages - count
         for pages in self.widths:
             while pages.counts.num_spares and self.spare_pages > stop_at:
-                self._file(pages, pages.counts.oldest_spare(), was_present=True, keep=False)
+                self._file(pages, pages.counts.oldest_spare(), keep=False)
 
     def expire(self, now: float) -> None:
         """Give up the spares that are a second old or too many."""
@@ -190,7 +179,7 @@ class Residency:
         for pages in self.widths:
             counts = pages.counts
             while counts.num_spares and now - counts.since(counts.oldest_spare()) >= SPARE_SECONDS:
-                self._file(pages, counts.oldest_spare(), was_present=True, keep=False)
+                self._file(pages, counts.oldest_spare(), keep=False)
 
     # --- the delta --------------------------------------------------------------------------------------------------
 
@@ -214,10 +203,9 @@ class Residency:
         self._change(mapped, mapped=True)
         for tensor, page in failed:
             pages = self._width_of[tensor]
-            was_present = pages.is_present(page)
             failures = pages.stuck.setdefault(page, {})
             failures[tensor] = failures.get(tensor, 0) + 1
-            self._file(pages, page, was_present=was_present)
+            self._file(pages, page)
         if failed and self.unmap_failures >= QUICK_RETRIES:
             self._retry_at = self.books.now + RETRY_SECONDS
 
@@ -227,9 +215,8 @@ class Residency:
             tensors_of.setdefault((self._width_of[tensor].width, page), []).append(tensor)
         for (_, page), tensors in tensors_of.items():
             pages = self._width_of[tensors[0]]
-            was_present = pages.is_present(page)
             pages.change_mapped(page, tensors, mapped=mapped)
-            self._file(pages, page, was_present=was_present)
+            self._file(pages, page)
         self.mapped_pages += len(refs) if mapped else -len(refs)
 
     @property
