@@ -239,13 +239,14 @@ class Engine:
 
     @property
     def short_bytes(self) -> int:
-        """What the head of the queue lacks of the device's free memory; 0 if it waits for nothing that others hold."""
-        if self._scheduler.waiting_for != "memory" or not self._scheduler.waiting:
+        """What the last plan lacked of the device's free memory; 0 if it lacked nothing that others hold."""
+        short = self._scheduler.short_bytes
+        if not short:
             return 0
         room, seen = self._cache.headroom(), self._cache.observations[0]
         if room.limited_by != "free_memory" or seen.total - seen.free <= seen.owned:
             return 0
-        return max(self._cache.page_bytes, self._needed_bytes(self._scheduler.waiting[0]) - room.bytes)
+        return max(self._cache.page_bytes, short - room.bytes)
 
     def start_counting(self) -> None:
         """The engine is ready: forget what the start-up cached and counted."""
