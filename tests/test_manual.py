@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from xllm_cli import manual
-from xllm_cli.flags import FLAGS
+from xllm_cli.flags import FLAGS, sections
 from xllm_cli.rules import RULES
 
 README = Path(__file__).parent.parent / "README.md"
@@ -36,6 +37,7 @@ def test_short_help_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = manual.help_page("short").splitlines()
     assert len(lines) <= 60 and max(map(len, lines)) <= 80
+    assert all(f"{section.__name__}," in " ".join(lines) for _, section in sections())
     for name in ("model", "port", "enable_vmm_kvcache", "vmm_elastic", "max_memory_utilization", "config_json_file"):
         assert f"--{name} " in "\n".join(lines)
 
@@ -54,3 +56,10 @@ def test_help_about_a_word() -> None:
         assert "--block_size" in page and "--port" not in page
     assert "--enable_vmm_kvcache" in manual.help_page("vmm")
     assert manual.help_page("zebra") == "no flag is about 'zebra'"
+    assert manual.help_page("enable-vmm-kvcahe").endswith("did you mean --help=enable_vmm_kvcache?")
+
+
+def test_the_vmm_group_follows_the_common_ones() -> None:
+    headings = re.findall(r"^(\w+Config): ", manual.help_page("all"), re.MULTILINE)
+    assert headings[:4] == ["ServiceConfig", "SecurityConfig", "ModelConfig", "VmmConfig"]
+    assert sorted(headings) == sorted([section.__name__ for _, section in sections()] + ["LaunchConfig"])

@@ -7,13 +7,14 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from xllm_cli.declare import Flag
+from xllm_cli.declare import Flag, did_you_mean
 from xllm_cli.flags import FLAGS, LaunchConfig, sections
 from xllm_cli.rules import RULES
 
 _USAGE = "Usage: xllm serve [MODEL] [--flag=value ...]"
-_MORE = "--help=all lists every flag, --help=WORD those about a word."
+_MORE = "--help=all lists every flag, --help=GROUP or --help=WORD some of them."
 _COLUMN = 30
+_FIRST = ("service", "security", "model", "vmm")  # the sections that most people look for
 _BEHAVIOURS = (
     ("R1", "`enable_manual_loader`", "weights VMM loads as if it were set; KV VMM alone leaves it alone", "implied"),
     ("R4", "`enable_vmm_weights`", "sleep, wake-up and fork need it", "HTTP 400 `vmm_weights_required`"),
@@ -24,11 +25,16 @@ def help_page(topic: str) -> str:
     """The text of `xllm serve --help[=topic]`: short, all, a section's class name, or a word to search for."""
     if topic in ("", "short"):
         body = _groups(flag for flag in FLAGS.values() if flag.meta.get("common"))
-        return "\n".join([_USAGE, *body, "", _MORE])
+        names = ", ".join(heading.partition(":")[0] for _, heading in _headings())
+        groups = textwrap.wrap(f"Groups: {names}.", _width(), subsequent_indent="  ")
+        return "\n".join([_USAGE, *body, "", *groups, "", _MORE])
     if topic in ("all", "full"):
         return "\n".join([_USAGE, *_groups(FLAGS.values(), is_full=True)])
-    found = [flag for flag in FLAGS.values() if _is_about(flag, topic.lower())]
-    return "\n".join([*_groups(found, is_full=True), "", _MORE]).lstrip() if found else f"no flag is about {topic!r}"
+    word = topic.lower().lstrip("-").replace("-", "_")
+    found = [flag for flag in FLAGS.values() if _is_about(flag, word)]
+    if not found:
+        return f"no flag is about {topic!r}{did_you_mean(word, FLAGS, '--help=')}"
+    return "\n".join([*_groups(found, is_full=True), "", _MORE]).lstrip()
 
 
 def flags_table() -> str:
@@ -68,8 +74,9 @@ def refresh(readme: str) -> str:
 
 
 def _headings() -> Iterator[tuple[str, str]]:
-    for attribute, section in sections():
-        yield attribute, f"{section.__name__}: {section.__doc__}"
+    found = {attribute: f"{section.__name__}: {section.__doc__}" for attribute, section in sections()}
+    first = {attribute: found.pop(attribute) for attribute in _FIRST}
+    yield from (first | found).items()
     yield "launch", f"LaunchConfig: {LaunchConfig.__doc__}"
 
 
