@@ -55,9 +55,15 @@ def test_each_cap(change: dict[str, object], usage: Usage, bytes_left: int, limi
 
 
 def test_the_ratio_caps_what_is_owned() -> None:
-    seen = replace_seen(DEVICE, free=100 * GIB, owned=49 * GIB)
+    seen = replace_seen(DEVICE, free=51 * GIB, owned=49 * GIB)
     room = headroom([seen], replace(WIDE, ratio=0.5), Usage())
     assert (room.bytes, room.limited_by) == (1 * GIB, "max_memory_utilization")
+
+
+def test_weights_outside_the_pool_count_although_the_system_calls_them_free() -> None:
+    seen = replace_seen(DEVICE, free=98 * GIB, owned=10 * GIB)
+    room = headroom([seen], WIDE, Usage(kv_mapped=7 * GIB, weights_mapped=3 * GIB, weights_on_device=43 * GIB))
+    assert (room.bytes, room.limited_by) == ((100 - 10 - 40) * GIB, "free_memory")
 
 
 def test_a_fixed_pool_grows_into_its_free_handles_only() -> None:
@@ -142,7 +148,9 @@ def test_headroom_is_never_above_any_cap(seen: list[Observation], caps: Limits, 
     assert caps.limit is None or room.bytes <= caps.limit - kv
     for rank in seen if caps.elastic else ():
         spared = rank.free - floor_bytes(rank.total, caps) - rank.execution_room - caps.reserve
+        there = rank.owned + max(0, usage.weights_on_device - usage.weights_mapped)
         assert room.bytes <= rank.free_handles + max(0, spared)
+        assert room.bytes <= rank.free_handles + max(0, rank.total - there)
         assert room.deficit >= -spared
         assert not caps.ratio or room.bytes <= caps.ratio * rank.total - rank.owned + 1
 

@@ -97,11 +97,11 @@ def headroom(observations: Sequence[Observation], limits: Limits, usage: Usage) 
         if not limits.elastic:
             caps.append((free_handles - created, "pool"))
             continue
-        room = seen.free - created - _must_stay_free(seen, limits)
+        room = _free(seen, usage) - created - _must_stay_free(seen, limits)
         deficit = max(deficit, -room)
-        caps.append((free_handles + max(0, room), "free_memory"))
-        if limits.ratio > 0:
+        if limits.ratio > 0:  # first, so that it is named where both are as tight
             caps.append((int(seen.total * limits.ratio) - seen.owned - created, "max_memory_utilization"))
+        caps.append((free_handles + max(0, room), "free_memory"))
     if not observations:
         caps.append((0, "free_memory" if limits.elastic else "pool"))
     least, name = min(caps, key=lambda cap: cap[0])
@@ -145,11 +145,24 @@ def explain(limited_by: LimitedBy, observations: Sequence[Observation], limits: 
     if limited_by == "max_memory_utilization":
         seen = min(observations, key=lambda seen: int(seen.total * limits.ratio) - seen.owned)
         return f"max_memory_utilization {limits.ratio:g} of {seen.total} - pages owned {seen.owned}"
-    seen = min(observations, key=lambda seen: seen.free - _must_stay_free(seen, limits))
+    seen = min(observations, key=lambda seen: _free(seen, usage) - _must_stay_free(seen, limits))
+    free = f"free {seen.free}"
+    if _free(seen, usage) < seen.free:
+        free = f"total {seen.total} - pages owned {seen.owned} - weights {_weights_outside(usage)}"
     return (
-        f"free {seen.free} - mapped since {usage.created} - floor {floor_bytes(seen.total, limits)} - execution room "
+        f"{free} - mapped since {usage.created} - floor {floor_bytes(seen.total, limits)} - execution room "
         f"{seen.execution_room} - reserve {limits.reserve}, not below 0, + free handles {seen.free_handles}"
     )
+
+
+def _weights_outside(usage: Usage) -> int:
+    return max(0, usage.weights_on_device - usage.weights_mapped)
+
+
+def _free(seen: Observation, usage: Usage) -> int:
+    """What is free, but no more than the total less what is known to be there: a total may be a mere promise
+    (--host_memory_bytes), and weights in the page cache count as free."""
+    return min(seen.free, seen.total - seen.owned - _weights_outside(usage))
 
 
 def _must_stay_free(seen: Observation, limits: Limits) -> int:

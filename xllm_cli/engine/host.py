@@ -88,6 +88,7 @@ def _build(config: Config, progress: Progress, driver: Driver | None, opened: Ex
     info = start.driver.info()
     size = size_cache(config, spec, info, device.largest_range, is_host=device.is_host)
     cache = _open_cache(start, spec, size)
+    cache.set_weights(mapped=0, on_device=model.weight_bytes)
     group = _open_group(start, model, spec, size)
     cache.observe(group.observe())
     check_capacity(cache, model_config.max_positions)

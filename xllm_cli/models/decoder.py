@@ -40,7 +40,9 @@ class Decoder(ABC):
         self.ops = ops
         self.dtype: torch.dtype = getattr(torch, dtype)
         ops.activation_dtype(self.dtype)  # refuses a type before any weight is read
-        self._load(WeightReader(weights, self.dtype))
+        reader = WeightReader(weights, self.dtype)
+        self._load(reader)
+        self.weight_bytes = reader.num_bytes
 
     @abstractmethod
     def load_layer(self, weights: ModuleWeights, *, rope: torch.Tensor, window: int | None) -> Layer:

@@ -44,6 +44,7 @@ class Model(Protocol):
     """What the worker needs of a model."""
 
     config: ModelConfig
+    weight_bytes: int  # of its weights on the device
 
     def cache_spec(self, block_size: int, layout: str | None = None) -> CacheSpec:
         """The KV tensors of this model; `layout` defaults to the operators'."""

@@ -18,6 +18,7 @@ class WeightReader:
     def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         self._weights = weights
         self.dtype = dtype
+        self.num_bytes = 0  # of all tensors handed out so far
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -28,11 +29,15 @@ class WeightReader:
 
         ModelError if it is missing or not of `shape`.
         """
-        return self._find(name, shape).to(self.dtype).contiguous()
+        return self._count(self._find(name, shape).to(self.dtype).contiguous())
 
     def keep(self, name: str, width: int) -> torch.Tensor:
         """Vector `name` in float32, for a norm or a bias: a copy, so that it does not hold the whole file in memory."""
-        return self._find(name, (width,)).to(torch.float32, copy=True)
+        return self._count(self._find(name, (width,)).to(torch.float32, copy=True))
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_bytes += tensor.nbytes
+        return tensor
 
     def _find(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name not in self._weights:
