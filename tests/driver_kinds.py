@@ -6,20 +6,32 @@ import ctypes
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from xllm_cli.vmm.driver import Driver, FaultyDriver, open_driver
+from ascendcl import build_emulator
 
-KINDS = ("host-huge", "host-4k", "small", "faulty")
+from xllm_cli.vmm.driver import HUGE_PAGE_BYTES, Driver, FaultyDriver, open_driver
+
+HOST_KINDS = ("host-huge", "host-4k", "small", "faulty")  # faulty fails on demand, else it is small
+KINDS = (*HOST_KINDS, "acl")  # acl: on the emulated Ascend runtime
 ROOT = Path(__file__).parent.parent
 
 
 def open_kind(kind: str, *, pages: int = 64, **options: Any) -> Driver:
-    """A driver of this kind that may create at most `pages` pages."""
-    mode, page_bytes = {"host-huge": ("huge", 2 << 20), "host-4k": ("4k", 2 << 20)}.get(kind, ("auto", 4096))
+    """A driver of this kind that may create at most `pages` pages. `options` are those of its opener."""
+    if kind == "acl":
+        return open_driver("npu", library=acl_library(), total_bytes=pages * HUGE_PAGE_BYTES, **options)
+    big = {"host-huge": ("huge", HUGE_PAGE_BYTES), "host-4k": ("4k", HUGE_PAGE_BYTES)}
+    mode, page_bytes = big.get(kind, ("auto", 4096))
     driver = open_driver("cpu", mode=mode, page_bytes=page_bytes, total_bytes=pages * page_bytes, **options)
     return FaultyDriver(driver) if kind == "faulty" else driver
+
+
+@cache
+def acl_library() -> Path:
+    return build_emulator() / "lib64" / "libascendcl.so"
 
 
 def page_bytes_of(driver: Driver) -> int:
