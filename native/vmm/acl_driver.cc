@@ -13,10 +13,8 @@ void* pointer_to(Address address) { return reinterpret_cast<void*>(address); }  
 
 AclPageKind page_kind(int device) { return {0, 0, kAclHbmHuge, {static_cast<std::uint32_t>(device), kAclOnDevice}, 0}; }
 
-// Opens the device on the way: the first thing asked of it, once per process, before any page call.
 std::size_t page_size(const AclApi& api, const AclPageKind& kind, const AclOptions& options) {
   api.start();
-  api.set_device(options.device);
   const std::size_t unit = api.granularity(kind);
   const std::size_t size = options.page_bytes.value_or(unit);
   if (size == 0 || size % unit != 0) {
@@ -33,7 +31,7 @@ AclDriver::AclDriver(const AclOptions& options)
       api_(options.library),
       kind_(page_kind(options.device)),
       page_bytes_(page_size(api_, kind_, options)),
-      total_(memory().total),
+      total_(memory().total),  // the first question binds this thread: a process does that before any page call
       addresses_(page_bytes_, 0) {}
 
 AclDriver::~AclDriver() { close(); }
