@@ -76,7 +76,7 @@ ASCENDCL_API int aclrtReserveMemAddress(void** out, std::size_t nbytes, std::siz
     check_flags(flags, 1);
     if (alignment != 0) violate(kInvalidValue, "reserve with alignment 0", text("alignment %zu", alignment));
     if (expected != nullptr) violate(kInvalidValue, "reserve anywhere", text("address %p is wished for", expected));
-    require_opened();
+    // No device needed: torch_npu probes with this call before it sets one.
     const auto lock = memory_map().lock();
     *out = reinterpret_cast<void*>(memory_map().reserve(nbytes));
     trace_output(*out);
@@ -86,7 +86,6 @@ ASCENDCL_API int aclrtReserveMemAddress(void** out, std::size_t nbytes, std::siz
 ASCENDCL_API int aclrtReleaseMemAddress(void* address) {
   return call("aclrtReleaseMemAddress", {address}, [&] {
     check_given(address, "the address");
-    require_opened();
     const auto lock = memory_map().lock();
     memory_map().release(number(address));
   });
