@@ -1,4 +1,4 @@
-"""The table of spellings, and that no spelling of a configuration changes it."""
+"""The reader of arguments: spellings, mistakes, foreign names. test_spellings.py has the specification's table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from xllm_cli.argv import FOREIGN, canonical
 from xllm_cli.flags import FLAGS
-from xllm_cli.sources import gather
 
 SPELLINGS = [
     (["--enable_vmm_kvcache=true"], ["--enable_vmm_kvcache=true"]),
@@ -102,50 +101,6 @@ def test_foreign_names_are_not_ours_and_point_to_flags_that_exist() -> None:
     assert not set(FOREIGN) & set(FLAGS)
     named = {word.strip(":,();") for text in FOREIGN.values() for word in text.split() if word.startswith("--")}
     assert named and {name.removeprefix("--").partition("=")[0] for name in named} <= set(FLAGS)
-
-
-SETTINGS = {
-    "enable_vmm_kvcache": ["true", "false"],
-    "vmm_elastic": ["true", "false"],
-    "enable_prefix_cache": ["true", "false"],
-    "port": ["0", "8010"],
-    "host": ["", "127.0.0.1"],
-    "model": ["/models/a-b_c"],
-    "random_seed": ["-1", "7"],
-    "max_memory_utilization": ["0", "0.5"],
-    "vmm_memory_reserve_bytes": ["1GiB", "1_000"],
-}
-WORDS = {"true": ["true", "TRUE", "t", "1", "yes", "Y", "on"], "false": ["false", "False", "f", "0", "no", "N", "off"]}
-
-
-@st.composite
-def spelled(draw: st.DrawFn) -> tuple[dict[str, str], list[str]]:
-    """A configuration, and random tokens that mean it."""
-    texts = draw(st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in SETTINGS.items()}))
-    tokens: list[str] = []
-    for name in draw(st.permutations(sorted(texts))):
-        separators = draw(st.lists(st.sampled_from("-_"), min_size=4, max_size=4))
-        parts = name.split("_")
-        written = parts[0] + "".join(sep + part for sep, part in zip(separators, parts[1:], strict=False))
-        dashes, text = draw(st.sampled_from(["-", "--"])), texts[name]
-        word = draw(st.sampled_from(WORDS.get(text, [text])))
-        forms = [[f"{dashes}{written}={word}"], [dashes + written, word]]
-        if text == "false":
-            forms += [[f"--no{written}"], [f"--no-{written}"], [f"--no_{written}"]]
-        if text == "true":
-            forms += [[dashes + written]]
-        tokens += draw(st.sampled_from(forms)) + draw(st.sampled_from([[], [" "], [""]]))
-    return texts, tokens
-
-
-@settings(deadline=None)
-@given(spelled())
-def test_any_spelling_means_the_same_configuration(example: tuple[dict[str, str], list[str]]) -> None:
-    texts, tokens = example
-    argv, _, errors = canonical(tokens)
-    assert not errors
-    read = gather(dict(arg.removeprefix("--").split("=", 1) for arg in argv), {})
-    assert read.given == gather(texts, {}).given
 
 
 @settings(deadline=None)
