@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flag_values import FREE
 
+from xllm_cli.config import resolve
+from xllm_cli.errors import ConfigError
 from xllm_cli.sources import Setting, from_environment, from_file, gather
 
 
@@ -134,3 +138,27 @@ def test_bad_file(tmp_path: Path, text: str | bytes, said: str) -> None:
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     assert "No such file" in from_file(tmp_path / "none.json").errors[0]
     assert "Is a directory" in from_file(tmp_path).errors[0]
+
+
+@pytest.mark.parametrize("name", [flag.name for flag in FREE if flag.kind == "bool"])
+def test_a_true_false_flag_in_a_file_is_true_false_or_null(tmp_path: Path, name: str) -> None:
+    for value in (True, False, None):
+        read = from_file(write(tmp_path, json.dumps({name: value})))
+        assert {one.value for one in read.given.values()} == ({value} - {None}) and not read.errors
+    for wrong in ('"true"', "1", '"false"', "0", "[]"):
+        with pytest.raises(ConfigError, match=rf"--{name}=.*\(file .*\): must be true or false"):
+            resolve(from_file(write(tmp_path, f'{{"{name}": {wrong}}}')))
+
+
+@pytest.mark.parametrize("path", ["none.json", ".", "secret.json"])
+def test_an_unreadable_file_is_named(tmp_path: Path, path: str) -> None:
+    (tmp_path / "secret.json").write_bytes(b"\xff\xfe{}")
+    settings = gather({"config_json_file": str(tmp_path / path)}, {})
+    assert len(settings.errors) == 1 and f"--config_json_file={tmp_path / path}: " in settings.errors[0]
+
+
+def test_flags_of_the_command_line_alone_are_not_read_from_elsewhere(tmp_path: Path) -> None:
+    settings = from_environment({"XLLM_FLAG_FLAGFILE": "f", "XLLM_FLAG_HELP": "all"})
+    assert not settings.given and len(settings.warnings) == 2
+    errors = from_file(write(tmp_path, '{"dry_run": true}')).errors
+    assert errors == [f"file {tmp_path}/flags.json: 'dry_run' belongs on the command line"]
