@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 from memory_cgroup import memory_cgroup
 from real_server import Serving
@@ -110,6 +114,38 @@ def test_the_status_file_follows_the_limit(server: Serving) -> None:
     (status,) = read_statuses(device_folder("cpu", server.log.parent))
     assert status.limit == 12 * MIB and status.model_id == "wide0"
     server.http.post("/vmm/limit", json={"bytes": 0})
+
+
+def xllm(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "xllm_cli.cli", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_command_shows_limits_and_trims(server: Serving) -> None:
+    fill(server, 20 * MIB, 70)
+    shown = xllm("vmm", "show", "--dir", str(server.log.parent))
+    assert "wide0" in shown.stdout and "20.0MiB" in shown.stdout, shown
+    done = xllm("vmm", "limit", "8MiB", "--url", server.url)
+    assert done.returncode == 0 and "limit 8.0MiB" in done.stdout, done
+    assert "no limit" in xllm("vmm", "limit", "0", "--url", server.url).stdout
+    done = xllm("vmm", "trim", "--url", server.url)
+    assert "0.0MiB mapped, 0.0MiB physical" in done.stdout, done
+    (line,) = xllm("vmm", "show", "--json", "--dir", str(server.log.parent)).stdout.splitlines()
+    assert json.loads(line)["pid"] in [child.pid for child in psutil.Process(server.process.pid).children()]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (("limit", "8X"), 2, "8X"), (("limit", "-1"), 2, "-1"), (("limit",), 2, "BYTES"),
+        (("limit", "1G", "--url", "http://127.0.0.1:9"), 1, "cannot be reached"),
+        (("trim", "1G", "--url", "ftp://x"), 2, "no address of a server"), (("shrink",), 2, "shrink"),
+    ],
+)  # fmt: skip
+def test_the_command_says_what_is_wrong(words: tuple[str, ...], status: int, text: str) -> None:
+    done = xllm("vmm", *words)
+    assert done.returncode == status and text in done.stderr, done
 
 
 # --- several

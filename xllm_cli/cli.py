@@ -20,7 +20,7 @@ from xllm_cli.commands.version import line as version_line
 from xllm_cli.declare import closest
 from xllm_cli.errors import XllmError
 
-COMMANDS = ("bench", "check", "completion", "env", "fetch", "flags", "serve", "version")  # each a file in commands/
+COMMANDS = ("bench", "check", "completion", "env", "fetch", "flags", "serve", "version", "vmm")  # each a file in commands/
 
 
 class Group(click.Group):
@@ -74,8 +74,18 @@ def xllm() -> None:
     """
 
 
+def _open_standard_descriptors() -> None:
+    """Give a closed stdin, stdout or stderr to nothing, lest the next file opened takes its number and our output."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """The entry point. Every deliberate failure ends as a message on stderr and its exit code, never a traceback."""
+    _open_standard_descriptors()
     if COMPLETE_VARIABLE in os.environ:
         register_completion()
     try:

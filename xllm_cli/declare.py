@@ -179,6 +179,11 @@ def parse_bool(text: str) -> bool:
     raise ValueError(text)
 
 
+def parse_bytes(text: str) -> int:
+    """A number of bytes, perhaps with a suffix (KiB, M, GiB …); ValueError for other texts."""
+    return _parse_int(text, _SUFFIXES)
+
+
 def _parse_int(text: str, suffixes: dict[str, int]) -> int:
     match = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*)([A-Za-z]*)", text)
     if match is None or match[2].lower() not in suffixes:

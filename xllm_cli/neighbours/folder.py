@@ -26,8 +26,18 @@ def device_folder(device: str, base: str | Path = "") -> Path:
 
     Raises DeviceError if it is somebody else's, not private, or cannot be made.
     """
+    return _private(_private(_users_folder(base)) / device)
+
+
+def device_folders(base: str | Path = "") -> list[Path]:
+    """The folders of all devices on which an engine of this user has run; none is made."""
+    users = _users_folder(base)
+    return sorted(path for path in users.iterdir() if path.is_dir()) if users.is_dir() else []
+
+
+def _users_folder(base: str | Path) -> Path:
     root = Path(base) if base else next((path for path in BASES if os.access(path, os.W_OK | os.X_OK)), BASES[-1])
-    return _private(_private(root / f"xllm-{os.getuid()}") / device)
+    return root / f"xllm-{os.getuid()}"
 
 
 def _private(folder: Path) -> Path:

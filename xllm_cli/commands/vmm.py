@@ -1,0 +1,143 @@
+"""`xllm vmm show|limit|trim`: the memory of running engines, seen and changed from outside.
+
+`show` reads the status files of this user's engines and needs no server to answer; `limit` and `trim` ask one server.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from xllm_cli.commands.client import DEFAULT_URL, Answer, Client, api_key
+from xllm_cli.declare import parse_bytes
+from xllm_cli.errors import ConfigError, XllmError
+from xllm_cli.neighbours.folder import device_folders
+from xllm_cli.neighbours.status import Status, read_statuses
+
+COLUMNS = (
+    "MODEL",
+    "DEVICE",
+    "PID",
+    "PHYSICAL",
+    "LIVE",
+    "CACHED",
+    "SPARE",
+    "LIMIT",
+    "FREE",
+    "RUNNING",
+    "WAITING",
+    "AGE",
+)
+TIMEOUT_SECONDS = 60.0  # above what the server itself waits for its engine
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Bytes(click.ParamType[int]):
+    """A number of bytes with an optional suffix."""
+
+    name = "BYTES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number; a usage error for what is none or negative."""
+        try:
+            nbytes = parse_bytes(str(value))
+        except ValueError:
+            nbytes = -1
+        if nbytes < 0:
+            self.fail(f"{value!r} is not a number of bytes; write 1073741824 or 1GiB", param, ctx)
+        return nbytes
+
+
+@click.group()
+def command() -> None:
+    """See, limit or trim the memory of running engines."""
+
+
+@command.command()
+@click.option("--dir", "base", default="", help="The engines' --vmm_neighbours_dir, if they have one.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object an engine, a line each.")
+def show(base: str, as_json: bool) -> None:
+    """All engines of this user on this machine, by device."""
+    statuses = [status for folder in device_folders(base) for status in read_statuses(folder)]
+    if as_json:
+        for status in statuses:
+            click.echo(msgspec.json.encode(status).decode())
+    elif statuses:
+        click.echo(_table([COLUMNS, *(_cells(status) for status in statuses)]))
+    else:
+        click.echo("no engine of this user is running")
+
+
+def _asks(function: Function) -> Function:
+    """The options of a command that asks a server."""
+    file = click.Path(dir_okay=False, path_type=Path)
+    key = click.option("--api_key_file", type=file, help="File of the key; else XLLM_API_KEY.")
+    url = click.option("--url", default=DEFAULT_URL, show_default=True, help="The server to ask.")
+    return url(key(function))
+
+
+@command.command()
+@click.argument("nbytes", metavar="BYTES", type=Bytes())
+@_asks
+def limit(nbytes: int, url: str, api_key_file: Path | None) -> None:
+    """Cap a server's KV cache at BYTES from now on (256MiB, 2G, …); 0 lifts the cap."""
+    _post(Client(url, api_key(api_key_file), timeout=TIMEOUT_SECONDS), "/vmm/limit", {"bytes": nbytes})
+
+
+@command.command()
+@click.argument("nbytes", metavar="[BYTES]", type=Bytes(), required=False)
+@_asks
+def trim(nbytes: int | None, url: str, api_key_file: Path | None) -> None:
+    """Have a server give back BYTES that no request uses; all of them if left out."""
+    body = {} if nbytes is None else {"bytes": nbytes}
+    _post(Client(url, api_key(api_key_file), timeout=TIMEOUT_SECONDS), "/vmm/trim", body)
+
+
+def _post(client: Client, path: str, body: dict[str, int]) -> None:
+    answer = client.post(path, body)
+    if answer.status != 200:
+        kind = ConfigError if answer.status == 400 else XllmError
+        raise kind(f"{client.url}{path}: {answer.status}: {_message(answer)}")
+    said = answer.json()
+    capped = "no limit" if said["limit"] is None else f"limit {_size(said['limit'])}"
+    click.echo(
+        f"freed {_size(said['freed'])} in {said['milliseconds']:.1f} ms; "
+        f"{_size(said['mapped'])} mapped, {_size(said['physical'])} physical, {capped}"
+    )
+
+
+def _message(answer: Answer) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return answer.body[:200].decode("utf-8", "replace")
+
+
+def _cells(status: Status) -> tuple[str, ...]:
+    sizes = (status.physical, status.kv_live, status.kv_cached, status.kv_spare, status.limit, status.free)
+    return (
+        status.model_id,
+        status.device,
+        str(status.pid),
+        *("-" if size is None else _size(size) for size in sizes),
+        str(status.running),
+        str(status.waiting),
+        f"{max(0.0, time.monotonic() - status.written_at):.1f}s",
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f}MiB"
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = (zip(row, widths, strict=True) for row in rows)
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in lines)
