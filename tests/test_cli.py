@@ -43,6 +43,7 @@ def test_print_config_is_one_json_object_of_typed_values(capsys: pytest.CaptureF
         "enable_vmm_weights": False,
         "vmm_elastic": True,
         "vmm_memory_reserve_bytes": 2**30,
+        "vmm_neighbours_dir": "",
     }
     assert printed["service"]["port"] == 9000 and printed["kv_cache"]["max_memory_utilization"] == 0.0
     assert json.loads(Ran(capsys, "serve", "--print_config").out)["kv_cache"]["max_memory_utilization"] is None

@@ -52,11 +52,13 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class PeerCounters(msgspec.Struct):
-    """Total bytes asked of neighbours, received from them, and given to them; they only grow."""
+    """Total bytes asked of neighbours, received from them, and given to them; and the microseconds from the last
+    question that was answered to its answer."""
 
     asked: int = 0
     received: int = 0
     given: int = 0
+    answer_microseconds: int = 0
 
 
 class Neighbours:
@@ -81,7 +83,7 @@ class Neighbours:
         self._encoder = msgspec.json.Encoder()
         self._decoder: msgspec.json.Decoder[Ask | Gave] = msgspec.json.Decoder(Ask | Gave)
         self._active_at = clock()
-        self._publish_at = self._ask_at = 0.0
+        self._publish_at = self._ask_at = self._asked_at = 0.0
         self._last_read: dict[str, float] = {}
 
     def fileno(self) -> int:
@@ -133,7 +135,7 @@ class Neighbours:
         now = self._clock()
         if nbytes <= 0 or now < self._ask_at:
             return 0
-        self._ask_at = now + ASK_SECONDS
+        self._ask_at, self._asked_at = now + ASK_SECONDS, now
         missing = nbytes
         for peer in sorted(self.others(), key=lambda status: (status.running > 0, status.active_at)):
             share = min(missing, peer.idle)
@@ -155,6 +157,7 @@ class Neighbours:
             if isinstance(message, Gave):
                 given += message.bytes
                 self._ask_at = 0.0
+                self.counters.answer_microseconds = round((self._clock() - self._asked_at) * 1e6)
             elif message is not None and self._may_ask(sender):
                 questions.append(Question(message.bytes, sender))
         self.counters.received += given
