@@ -53,7 +53,7 @@ class ComputeOnHost(TorchDispatchMode):
         if device is None or func.is_view or name in _MAKES_MEMORY:
             return func(*args, **kwargs)
         if name == "_to_copy":
-            return _converted(args[0], device, **kwargs)
+            return _converted(args[0], kwargs)
         if name == "copy_" and is_there(args[0]) != is_there(args[1]):
             return _copied(*args)
         return self._compute(func, args, kwargs, device=device)
@@ -91,7 +91,7 @@ def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device | None:
     return next((leaf.device for leaf in tree_leaves((args, kwargs)) if is_there(leaf)), None)
 
 
-def _converted(source: torch.Tensor, device: torch.device, **options: Any) -> torch.Tensor:
+def _converted(source: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """aten::_to_copy: the type changes on the host, bytes cross as they are."""
     wanted = torch.device(options.get("device") or source.device)
     dtype = options.get("dtype") or source.dtype
@@ -100,7 +100,7 @@ def _converted(source: torch.Tensor, device: torch.device, **options: Any) -> to
     here = (alias(source) if is_there(source) else source).to(dtype, copy=True)
     if options.get("memory_format") == torch.contiguous_format:
         here = here.contiguous()
-    return here.to(device) if wanted.type == "npu" else here
+    return here.to(wanted) if wanted.type == "npu" else here
 
 
 def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
