@@ -80,6 +80,47 @@ def test_page_cache_counts_as_free_when_it_is_tight(machine: Machine) -> None:
     assert machine.read() == (4 * GIB, 0)
 
 
+def test_free_memory_falls_evenly_as_usage_grows(machine: Machine) -> None:
+    machine.join(V2_MOUNT.format(root="/"), "0::/app\n")
+    seen = []
+    for tenths in range(41):
+        machine.limit("/sys/fs/cgroup/app", V2, 4 * GIB, tenths * GIB // 10, cache=min(tenths * GIB // 10, 2 * GIB))
+        seen.append(machine.read()[1])
+    assert seen == sorted(seen, reverse=True)
+    assert (seen[0], seen[20], seen[40]) == (4 * GIB, 4 * GIB, 2 * GIB)
+
+
+def test_where_the_kernel_begins_to_throttle_is_a_limit_too(machine: Machine) -> None:
+    machine.join(V2_MOUNT.format(root="/"), "0::/app\n")
+    machine.limit("/sys/fs/cgroup/app", V2, 8 * GIB, 2 * GIB)
+    machine.write("/sys/fs/cgroup/app/memory.high", f"{5 * GIB}\n")
+    assert machine.read() == (5 * GIB, 3 * GIB)
+    machine.write("/sys/fs/cgroup/app/memory.high", "max\n")
+    assert machine.read() == (8 * GIB, 6 * GIB)
+
+
+def test_version_one_tells_a_limit_above_what_a_container_sees(machine: Machine) -> None:
+    machine.join(V1_MOUNT.format(root="/pod/app"), "4:memory:/pod/app\n")
+    base = "/sys/fs/cgroup/memory"
+    machine.limit(base, V1, 9223372036854771712, 1 * GIB)
+    machine.write(f"{base}/memory.stat", f"cache 5\nhierarchical_memory_limit {3 * GIB}\ntotal_inactive_file 0\n")
+    assert machine.read() == (3 * GIB, 2 * GIB)
+
+
+def test_both_versions_at_once_and_the_smaller_counts(machine: Machine) -> None:
+    machine.join(V1_MOUNT.format(root="/") + V2_MOUNT.format(root="/"), "4:memory:/a\n0::/b\n")
+    machine.limit("/sys/fs/cgroup/memory/a", V1, 6 * GIB, 1 * GIB)
+    machine.limit("/sys/fs/cgroup/b", V2, 5 * GIB, 2 * GIB)
+    assert machine.read() == (5 * GIB, 3 * GIB)
+
+
+def test_a_group_whose_name_only_begins_like_the_mount_is_looked_up_at_the_mount(machine: Machine) -> None:
+    machine.join(V1_MOUNT.format(root="/docker/abc"), "7:memory:/docker/abcd\n")
+    machine.limit("/sys/fs/cgroup/memory", V1, 2 * GIB, 1 * GIB)
+    machine.limit("/sys/fs/cgroup/memoryd", V1, 1 * GIB, 1 * GIB)
+    assert machine.read() == (2 * GIB, 1 * GIB)
+
+
 @pytest.mark.parametrize(
     ("root", "path"), [("/docker/abc", "/docker/abc"), ("/docker/abc", "/docker/abc/inner"), ("/", "/")]
 )

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -16,6 +17,9 @@ namespace xllm::vmm {
 namespace {
 
 constexpr std::uint64_t kUnlimited = std::uint64_t{1} << 60;  // cgroup v1 says "no limit" with a number near 2^63
+constexpr std::int64_t kStatAgeNs = 50'000'000;
+
+std::int64_t steady_now() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 Fd open_read(const std::string& path) { return Fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC)); }
 
@@ -100,32 +104,44 @@ HostMemory::HostMemory(const std::string& root) : meminfo_(open_read(root + "/pr
     if (!mount || !path) continue;
     // Inside a container the mount shows a part of the tree: `mount.root` is its place in the path of the process.
     std::string relative = *path;
-    if (mount->root != "/" && relative.rfind(mount->root, 0) == 0) relative.erase(0, mount->root.size());
+    if (mount->root != "/" && (relative + "/").rfind(mount->root + "/", 0) == 0) relative.erase(0, mount->root.size());
     if (relative == "/") relative.clear();
     while (true) {
       const std::string folder = root + mount->point + relative + "/memory.";
-      Level level{open_read(folder + (v2 ? "max" : "limit_in_bytes")),
-                  open_read(folder + (v2 ? "current" : "usage_in_bytes")), open_read(folder + "stat"),
-                  v2 ? "inactive_file" : "total_inactive_file"};
-      if (level.limit && level.usage) levels_.push_back(std::move(level));
+      auto level = std::make_unique<Level>();
+      level->limit = open_read(folder + (v2 ? "max" : "limit_in_bytes"));
+      if (v2) level->throttle = open_read(folder + "high");
+      level->usage = open_read(folder + (v2 ? "current" : "usage_in_bytes"));
+      level->stat = open_read(folder + "stat");
+      level->reclaimable = v2 ? "inactive_file" : "total_inactive_file";
+      if (level->limit && level->usage) levels_.push_back(std::move(level));
       if (relative.empty()) break;
       relative.erase(relative.rfind('/') == std::string::npos ? 0 : relative.rfind('/'));
     }
   }
 }
 
+// In a container only the own group may be visible; v1 tells the smallest limit above it all the same.
+void HostMemory::Level::read_stat() {
+  const std::string text = pread_all(stat);
+  cache = find_number(text, reclaimable).value_or(0);
+  inherited = find_number(text, "hierarchical_memory_limit").value_or(kUnlimited);
+  read_at_ns = steady_now();
+}
+
 MemoryReading HostMemory::read() const {
   const std::string meminfo = pread_all(meminfo_);
   MemoryReading reading{find_number(meminfo, "MemTotal").value_or(0) * 1024,
                         find_number(meminfo, "MemAvailable").value_or(0) * 1024};
-  for (const Level& level : levels_) {
-    const std::uint64_t limit = read_limit(level.limit);
+  for (const auto& level : levels_) {
+    if (level->read_at_ns == 0 || steady_now() - level->read_at_ns > kStatAgeNs) level->read_stat();
+    std::uint64_t limit = std::min(read_limit(level->limit), level->inherited.load());
+    if (level->throttle) limit = std::min(limit, read_limit(level->throttle));
     if (limit >= kUnlimited) continue;
-    const std::uint64_t usage = read_limit(level.usage);
-    std::uint64_t free = limit - std::min(limit, usage);
-    if (free < limit / 4) {  // tight: usage counts page cache, which the kernel would drop for us
-      free = std::min(limit, free + find_number(pread_all(level.stat), level.reclaimable).value_or(0));
-    }
+    const std::uint64_t usage = read_limit(level->usage);
+    if (usage > limit / 4 * 3) level->read_stat();  // tight: page cache is being dropped, so its size must be today's
+    const std::uint64_t available = limit + level->cache;
+    const std::uint64_t free = available > usage ? std::min(limit, available - usage) : 0;
     reading.total = std::min(reading.total, limit);
     reading.free = std::min(reading.free, free);
   }
