@@ -66,7 +66,10 @@ class MediaSpan(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, tag="request", kw_only=True):
-    """One sequence to generate. Choices of `n > 1` are separate requests with the same prompt and another `choice`."""
+    """One sequence to generate. Choices of `n > 1` are separate requests with the same prompt and another `choice`.
+
+    Where the engine goes by priority, a lower one is served first.
+    """
 
     request_id: str
     prompt_ids: list[int]
@@ -74,6 +77,7 @@ class Request(msgspec.Struct, frozen=True, tag="request", kw_only=True):
     choice: int = 0
     cache_salt: str = ""
     media: tuple[MediaSpan, ...] = ()
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -173,7 +177,7 @@ class VmmReport(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of GET /vmm and LLM.memory(). Bytes unless named otherwise; DESIGN.md §7 has the equations.
 
     `budget` is what each limit in force lets be mapped now; `headroom` is the least of them. `neighbours` are the bytes
-    `asked` of other engines of the device and `received` from them, and those `given` to them.
+    `asked` of other engines of the device, `received` from them and `given` to them, and how long the last answer took.
     """
 
     device: str = "cpu"

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from xllm_cli.declare import INT32_MAX, INT64_MAX, Meta, Section, flag, idle, unbuilt
 
-_ONE_QUEUE = "requests form one queue, first come, first served"
+_ONE_QUEUE = "requests are of one kind and wait in one queue, which --priority_strategy orders"
 _NO_GRAPHS = "steps run without captured graphs"
 _NO_ESTIMATES = "the scheduler counts tokens and bytes and does not predict times"
 _NO_PROFILER = "the engine has no profiler; /metrics has the times of its steps"
@@ -27,7 +27,10 @@ class SchedulerConfig(Section):
     )
     memory_wait_seconds: float = flag(60.0, "seconds a request waits alone for memory before 503", low=0)
     priority_strategy: Literal["fcfs", "priority", "deadline"] = flag(
-        "fcfs", "who is admitted first; fcfs is first come, first served", supported=("fcfs",), why=_ONE_QUEUE
+        "fcfs",
+        "who goes first; fcfs is who came first, priority is the request's field, then who came first",
+        supported=("fcfs", "priority"),
+        why="the scheduler does not predict when a request ends",
     )
     enable_schedule_overlap: bool = idle(
         False, "prepare the next step during this one", "steps run one after the other"

@@ -5,7 +5,8 @@ devices and tensors are unknown here. Order of a plan: running decodes (oldest f
 
 Who gives way when memory is short (SPEC.md §7): a running decode preempts the youngest by arrival, perhaps itself; a
 prefill waits while anything else runs; a waiting sequence never preempts. Newcomers are first come, first served:
-nobody overtakes the head of the queue, so a big request is not starved by small ones.
+nobody overtakes the head of the queue, so a big request is not starved by small ones. Where requests have priorities,
+these count before arrival in all of this, and the unimportant wait for as long as others come.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class StepLimits:
     prefill: int | None
     share_in_batch: bool = False
     scored: int = 256
+    by_priority: bool = False
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class Scheduler:
 
     def __init__(self, cache: CacheManager, limits: StepLimits) -> None:
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # by arrival
+        self.running: list[Sequence] = []  # in order, which is by arrival unless requests have priorities
         self.totals = Totals()
         self.waiting_for = ""
         self.pace = Pace(limits.tokens)
@@ -98,7 +100,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a newcomer."""
-        self.waiting.append(sequence)
+        if self._limits.by_priority:
+            sequence.rank = sequence.request.priority
+        self._queue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence between two steps, wherever it is; its blocks go back at once."""
@@ -211,7 +215,7 @@ class Scheduler:
                 sequence.computed = 0
                 return
             self.waiting.popleft()
-            insort(self.running, sequence, key=lambda s: s.number)
+            insort(self.running, sequence, key=lambda s: s.order)
             sequence.admitted()
         if self.waiting:
             self.waiting_for = "a slot"
@@ -280,12 +284,14 @@ class Scheduler:
         self._cache.release(victim.table)
         victim.computed = 0
         victim.preempted_in_step = draft.step
-        self._requeue(victim)
+        self._queue(victim)
         self.totals.preemptions += 1
 
-    def _requeue(self, sequence: Sequence) -> None:
-        """Put a sequence back where its arrival says: the running are all older than the newcomers behind them."""
-        place = next((i for i, other in enumerate(self.waiting) if other.number > sequence.number), len(self.waiting))
+    def _queue(self, sequence: Sequence) -> None:
+        """Put a sequence where its order says: what ran is older than the newcomers of its rank, who come last."""
+        place = len(self.waiting)
+        if self.waiting and self.waiting[-1].order > sequence.order:
+            place = next(i for i, other in enumerate(self.waiting) if other.order > sequence.order)
         self.waiting.insert(place, sequence)
 
     # --- outcomes
@@ -316,7 +322,7 @@ class Scheduler:
             if entry.admitted:
                 self.running.remove(sequence)
                 self._cache.release(sequence.table)
-                self._requeue(sequence)
+                self._queue(sequence)
             else:  # a table always covers exactly what is computed, so the cursor tells the blocks
                 self._cache.shrink(sequence.table, self._cache.blocks_for(entry.computed_before))
             sequence.computed = entry.computed_before

@@ -45,9 +45,15 @@ class Sequence:
     preempted_in_step: int = -1
     queued_at: float = 0.0
     admitted_at: float | None = None
+    rank: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: by rank, which is 0 for all where requests have no priorities, then by arrival."""
+        return self.rank, self.number
 
     @property
     def num_prompt(self) -> int:

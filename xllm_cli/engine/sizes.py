@@ -108,6 +108,7 @@ def step_limits(config: Config, prefill_tokens: int, vocab_size: int) -> StepLim
         prefill=prefill_tokens if flags.enable_chunked_prefill and chunk is None else None,
         share_in_batch=kv.enable_prefix_cache and kv.enable_in_batch_prefix_cache,
         scored=max(1, SCORING_BYTES // (4 * vocab_size)),
+        by_priority=flags.priority_strategy == "priority",
     )
 
 

@@ -57,7 +57,6 @@ HARMLESS = frozenset(
     {
         "include_reasoning",
         "metadata",
-        "priority",
         "prompt_cache_key",
         "request_id",
         "separate_reasoning",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
@@ -16,6 +16,7 @@ from xllm_cli.server.tools import ToolFields
 MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+_RANKS = {"HIGH": -1, "DEFAULT": 0, "NORMAL": 0, "LOW": 1}
 
 _IDS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _ONE: dict[str, Any] = {"anyOf": [{"type": "string"}, _IDS]}
@@ -50,6 +51,9 @@ class GenerationRequest(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | Literal["DEFAULT", "HIGH", "NORMAL", "LOW"] | None = (
+        Field(None, description="lower is sooner, HIGH is -1 and LOW is 1; used with --priority_strategy=priority")
+    )
     response_format: dict[str, Any] | None = Field(None, description="text, json_object, json_schema, regex or lark")
 
     @field_validator("stop")
@@ -87,6 +91,11 @@ class GenerationRequest(SamplingFields):
     def token_limit(self) -> int | None:
         """The explicit limit on new tokens, None when the client gave none; the newer name wins."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def rank(self) -> int:
+        """The priority as a number."""
+        return _RANKS[self.priority] if isinstance(self.priority, str) else self.priority or 0
 
     @property
     def num_logprobs(self) -> int | None:

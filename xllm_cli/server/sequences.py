@@ -33,6 +33,7 @@ def make_requests(
                 sampling=sampling,
                 choice=choice,
                 cache_salt=asked.cache_salt or "",
+                priority=asked.rank,
             )
             for choice in range(num_choices)
         )
