@@ -35,8 +35,9 @@ clients: .venv-clients/.installed
 # torch_npu for real, on an emulated device, in an environment that stands on .venv: nothing else may see torch_npu,
 # because torch loads it by itself wherever it is installed.
 npu: setup .venv-npu/.installed
-	LD_LIBRARY_PATH="$$($(BIN)/python tests/ascendcl.py)" OMP_NUM_THREADS=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
-	.venv-npu/bin/python -m pytest -m npu $(ARGS)
+	home="$$(cd tests && ../$(BIN)/python -c 'import ascendcl; print(ascendcl.build_emulator())')" && \
+	LD_LIBRARY_PATH="$$home/lib64" OMP_NUM_THREADS=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+	.venv-npu/bin/python -m pytest -m npu -n 2 --dist loadfile tests/npu $(ARGS)
 
 .venv-npu/.installed: tests/npu/requirements.txt .venv/.installed
 	test -x .venv-npu/bin/python || $(PYTHON) -m venv .venv-npu

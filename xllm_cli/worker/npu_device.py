@@ -78,6 +78,7 @@ class NpuDevice:
 
     def open_range(self, nbytes: int) -> NpuRange:
         """See Device: memory of torch's allocator, taken at once. MemoryShortage without."""
+        assert self._npu is not None
         try:
             return NpuRange(torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.name, self.index)))
         except torch.OutOfMemoryError as error:
@@ -156,8 +157,8 @@ def open_npu(index: int) -> Any:
         raise DeviceError(
             f"--device=npu needs torch-npu of torch's version: pip install torch-npu=={_release()} ({error})"
         ) from error
-    except ImportError as error:
-        raise DeviceError(f"torch-npu cannot load CANN's libraries ({first_line(error)}); run: {SET_ENV}") from error
+    except Exception as error:  # torch_npu raises no kind of its own when CANN's environment is missing
+        raise DeviceError(f"torch-npu cannot be loaded ({first_line(error)}); run: {SET_ENV}") from error
     npu: Any = torch.npu  # type: ignore[attr-defined]  # put there by torch_npu
     try:
         count = int(npu.device_count())
