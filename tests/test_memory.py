@@ -13,17 +13,19 @@ from checkpoints import tiny_checkpoint
 from driver_kinds import open_kind, poke
 
 from xllm_cli import LLM
-from xllm_cli.core import PageDelta, PageRef, Request, SamplingParams
+from xllm_cli.core import Observation, PageDelta, PageRef, Request, SamplingParams
 from xllm_cli.vmm.arena import Arena
-from xllm_cli.vmm.driver import Driver
+from xllm_cli.vmm.driver import Driver, open_driver
 from xllm_cli.vmm.pool import PagePool
+from xllm_cli.vmm.simulated import SimulatedAllocator, SimulatedDriver
 from xllm_cli.worker.kv_store import VirtualKvStore
-from xllm_cli.worker.memory import HostMemoryObserver
+from xllm_cli.worker.memory import DeviceMemoryObserver, HostMemoryObserver
 
 MIB = 1 << 20
 SPIKE = 96 * MIB
 NOISE = 8 * MIB  # the allocator keeps some, the kernel counts in batches
 PAGES = 32  # of 2 MiB
+TOTAL = 64 * MIB
 
 
 def spike() -> None:
@@ -112,3 +114,99 @@ def test_closing_twice_gives_the_descriptors_back_once(rank: Rank):
     observer.close()
     observer.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+# --- a device with an allocator of its own
+
+
+class Bench(NamedTuple):
+    """A simulated device, its allocator, and who watches them."""
+
+    device: SimulatedDriver
+    allocator: SimulatedAllocator
+    store: VirtualKvStore
+    observer: DeviceMemoryObserver
+
+    def step(self, *spikes: int) -> Observation:
+        """One step that needs these bytes one after the other."""
+        self.observer.begin_step()
+        for nbytes in spikes:
+            with self.allocator.spike(nbytes):
+                pass
+        return self.observer.observe()
+
+
+def bench(*, statistics: bool) -> Bench:
+    device = SimulatedDriver(open_driver("cpu", mode="4k", page_bytes=65536), total_bytes=TOTAL)
+    pool = PagePool(device, page_bytes=65536)
+    store = VirtualKvStore([Arena(device, pool, TOTAL)], pool, 65536, fence=lambda: None)
+    allocator = SimulatedAllocator(device)
+    return Bench(device, allocator, store, DeviceMemoryObserver(device, store, allocator if statistics else None))
+
+
+def test_with_statistics_the_room_is_what_the_largest_step_would_have_to_take_from_the_device():
+    made = bench(statistics=True)
+    made.allocator.allocate(20 * MIB)  # weights
+    assert made.step(3 * MIB, 10 * MIB, MIB).execution_room == 0  # the allocator caches what that step needed
+    assert made.observer.relieve() == 0
+    made.allocator.empty_cache()
+    seen = made.step(MIB)
+    assert (seen.execution_peak, seen.tensors, seen.reserved) == (10 * MIB, 20 * MIB, 22 * MIB)
+    assert seen.execution_room == 8 * MIB
+    made.allocator.free(20 * MIB)
+    assert made.step().execution_room == 0
+
+
+def test_relief_gives_back_what_no_step_needs_and_does_not_try_again_in_vain():
+    made = bench(statistics=True)
+    made.step(4 * MIB)
+    made.allocator.allocate(30 * MIB)
+    made.allocator.free(30 * MIB)
+    assert made.observer.relieve() == 30 * MIB
+    seen = made.step()
+    assert (seen.free, seen.execution_room) == (TOTAL, 4 * MIB)
+    assert made.observer.relieve() == 0
+    assert made.allocator.num_emptied == 1
+
+
+def test_what_the_allocator_cannot_give_back_is_not_asked_for_at_every_step():
+    made = bench(statistics=True)
+    made.allocator.allocate(30 * MIB)
+    made.allocator.free(30 * MIB)
+    made.allocator.empty_cache = lambda: setattr(made.allocator, "num_emptied", made.allocator.num_emptied + 1)
+    assert [made.observer.relieve() for _ in range(3)] == [0, 0, 0]
+    assert made.allocator.num_emptied == 1
+
+
+def test_without_statistics_the_largest_fall_of_a_step_is_kept_free_for_good():
+    made = bench(statistics=False)
+    pages = tuple(PageRef(0, page) for page in range(32))
+    assert made.store.apply(PageDelta(map=pages), 0).mapped
+    assert made.step(5 * MIB).execution_room == 6 * MIB  # whole segments; the pages were ours
+    made.allocator.empty_cache()
+    assert made.observer.relieve() == 0
+    made.observer.begin_step()
+    assert made.store.apply(PageDelta(unmap=pages[:16]), 0).mapped
+    made.store.trim()
+    seen = made.observer.observe()
+    assert (seen.execution_room, seen.free_before, seen.free) == (6 * MIB, TOTAL - 2 * MIB, TOTAL - MIB)
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_a_refused_allocation_raises_the_room_to_a_quarter_of_the_device_at_most(statistics: bool):
+    made = bench(statistics=statistics)
+    made.observer.begin_step()
+    made.allocator.allocate(2 * MIB)
+    made.observer.exhausted(3 * MIB)
+    made.allocator.free(2 * MIB)
+    assert made.observer.observe().execution_peak == 5 * MIB
+    made.observer.exhausted(100 * TOTAL)
+    assert made.observer.observe().execution_peak == TOTAL // 4
+
+
+def test_a_refused_allocation_of_the_host_raises_its_room(rank: Rank):
+    rank.observer.begin_step()
+    rank.observer.exhausted(10 * MIB)
+    assert rank.observer.observe().execution_room == pytest.approx(10 * MIB, abs=NOISE)
+    rank.observer.exhausted(1 << 60)
+    assert rank.observer.observe().execution_room <= rank.driver.info().total // 4 + NOISE
