@@ -34,6 +34,7 @@ _ANSWERS: Mapping[str, str] = {
     "use --dp_size": "data_parallel_size dp data_parallel_size_local",
     "use --ep_size": "enable_expert_parallel ep expert_parallel_size",
     "use --master_node_addr (HOST:PORT)": "dist_init_addr master_addr master_port data_parallel_address nccl_init_addr",
+    "use --device for the kind, ASCEND_RT_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES for which ones": "devices device_id",
     "use --node_rank": "data_parallel_rank",
     "use --model_id": "served_model_name alias",
     "use --model": "model_path model_tag",

@@ -158,9 +158,8 @@ class Service:
         self._notifier.send("READY=1\nSTATUS=serving")
         memory = ready.snapshot.memory
         logger.info(
-            "device %s, driver %s (%s, pages of %d KiB), %.2f GiB in all, %.2f GiB free",
-            memory.device, memory.driver, memory.mode, memory.page_bytes >> 10, memory.total / 2**30,
-            memory.free / 2**30,
+            "device %s, KV cache %s in pages of %d KiB, %.2f GiB in all, %.2f GiB free",
+            memory.device, memory.mode, memory.page_bytes >> 10, memory.total / 2**30, memory.free / 2**30,
         )  # fmt: skip
         where = " and ".join(urls(self._listener, self._config.security.ssl_certfile))
         text = (
