@@ -21,6 +21,7 @@ SPELLINGS = [
     (["--no-enable-vmm-kvcache"], ["--enable_vmm_kvcache=false"]),
     (["--no_enable_vmm_kvcache"], ["--enable_vmm_kvcache=false"]),
     (["-port=9000"], ["--port=9000"]),
+    (["--start-port", "9000"], ["--port=9000"]),
     (["-enable_vmm_kvcache=true"], ["--enable_vmm_kvcache=true"]),
     (["--model_id", "a-b_c"], ["--model_id=a-b_c"]),
     (["--model=a=b"], ["--model=a=b"]),

@@ -30,6 +30,14 @@ def look_at(folder: Path) -> Facts:
         ({"vision_config": {}, "text_config": {"layer_types": ["linear_attention"]}}, "vlm", True),
         ({"vision_config": {}, "text_config": {}}, "vlm", False),
         ([], None, False),
+        ({"visual": {"depth": 32}}, "vlm", False),
+        ({"audio_config": None, "vision_config": False}, "llm", False),
+        ({"layers_block_type": ["mamba", "attention"]}, "llm", True),
+        ({"layers_block_type": ["attention"]}, "llm", False),
+        ({"block_types": ["recurrent", "recurrent", "attention"]}, "llm", True),
+        ({"layer_types": ["conv", "full_attention"]}, "llm", True),
+        ({"linear_attn_config": {"kda_layers": [1]}}, "llm", True),
+        ({"layer_types": "linear_attention"}, "llm", False),
     ],
 )
 def test_config_json(tmp_path: Path, content: Any, backend: str | None, is_hybrid: bool) -> None:
@@ -38,7 +46,7 @@ def test_config_json(tmp_path: Path, content: Any, backend: str | None, is_hybri
     assert (facts.backend, facts.is_hybrid) == (backend, is_hybrid)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff"])
+@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff", b"[" * 100_000])
 def test_unreadable_config_json_is_unknown(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)

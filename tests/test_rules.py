@@ -190,6 +190,11 @@ def test_flags_of_one_reason_share_a_line() -> None:
     assert line.startswith("--v=1 (fix), --logtostderr=true (fix) have no effect here: --log_level")
 
 
+def test_what_is_unset_by_default_is_to_be_left_out() -> None:
+    (line,) = unbuilt(case({"nnodes": 3, "node_rank": 2}, Facts()))
+    assert line.endswith("Fix: --nnodes=1 and leave out --node_rank")
+
+
 def test_the_older_name_of_the_switches_points_to_both() -> None:
     (line,) = problems(case({"enable_xtensor": True}, Facts()))
     assert line.endswith("Fix: --enable_vmm_kvcache=true, and --enable_vmm_weights=true for the weights")

@@ -18,6 +18,13 @@ from xllm_cli.flags import FLAGS, Config
 
 _WITH_DRIVER = ("cpu", "npu")
 
+# What config.json says in the words of many families. Media: also models that hear.
+_MEDIA_KEYS = ("vision_config", "visual", "mm_vision_tower", "img_processor", "audio_config", "thinker_config")
+_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+_LINEAR_KINDS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid")
+_LINEAR_KEYS = ("linear_num_value_heads", "linear_attn_config", "mamba_d_state", "mamba_d_ssm", "ssm_state_size",
+                "ssm_cfg", "hybrid_override_pattern", "attn_layer_period")  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -82,18 +89,18 @@ def _peek(model: str) -> tuple[str | None, bool]:
         if (folder / "model_index.json").is_file():
             return "dit", False
         config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None, False
     if not isinstance(config, dict):
         return None, False
     text = config.get("text_config")
     is_hybrid = _has_linear_layers(config) or (isinstance(text, dict) and _has_linear_layers(text))
-    return "vlm" if isinstance(config.get("vision_config"), dict) else "llm", is_hybrid
+    return "vlm" if any(config.get(key) not in (None, False) for key in _MEDIA_KEYS) else "llm", is_hybrid
 
 
 def _has_linear_layers(config: dict[str, Any]) -> bool:
-    """By layer_types where given, else by the older keys that only hybrid models have."""
-    layer_types = config.get("layer_types")
-    if isinstance(layer_types, list):
-        return "linear_attention" in layer_types
-    return config.get("full_attention_interval", 1) != 1 or "linear_num_value_heads" in config
+    """By the list of its layers where given, else by the older keys that only models with a linear state have."""
+    for key in _LAYER_LISTS:
+        if isinstance(config.get(key), list):
+            return any(kind in _LINEAR_KINDS for kind in config[key])
+    return config.get("full_attention_interval", 1) != 1 or any(key in config for key in _LINEAR_KEYS)

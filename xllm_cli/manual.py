@@ -108,9 +108,11 @@ def _remarks(flag: Flag) -> Iterator[str]:
     if flag.status == "accepted":
         yield f"no effect here: {flag.meta['why']}"
     elif flag.status == "unsupported":
-        yield "not supported yet"
+        yield f"not supported{'' if flag.meta.get('never') else ' yet'}: {flag.meta['why']}"
     elif "supported" in flag.meta:
         yield "supported: " + ", ".join("unset" if one is None else str(one) or '""' for one in flag.meta["supported"])
+    if "also" in flag.meta:
+        yield "also " + ", ".join(f"--{name}" for name in flag.meta["also"])
     names = dict.fromkeys(rule.name for rule in RULES if flag.name in rule.flags)
     if names:
         yield ", ".join(names)

@@ -6,7 +6,6 @@ Flags of one reason share a line. Knows no rule and no flag by name.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from xllm_cli.declare import Flag
 from xllm_cli.flags import FLAGS
@@ -42,7 +41,7 @@ def _unsupported(case: Case, *, never: bool) -> list[str]:
     chosen = [one for one in refused if one.meta.get("never", False) is never]
     return [
         f"{_list(flags, case)} {'are' if len(flags) > 1 else 'is'} not supported{'' if never else ' yet'}: {why}. "
-        f"Fix: {' '.join(one.meta.get('instead') or _spell(one.name, one.default) for one in flags)}"
+        f"Fix: {_instead(flags) or _change({one.name: one.default for one in flags})}"
         for why, flags in _by_reason(chosen).items()
     ]
 
@@ -83,8 +82,15 @@ def _named(rule: Rule, case: Case) -> str:
 
 
 def _advice(rule: Rule, case: Case) -> str:
-    return "Fix: " + " ".join(_spell(name, value) for name, value in smallest_fix(rule, case).items())
+    return f"Fix: {_change(smallest_fix(rule, case))}"
 
 
-def _spell(name: str, value: Any) -> str:
-    return f"leave out --{name}" if value is None else FLAGS[name].spell(value)
+def _change(change: Change) -> str:
+    """What to type, and what to leave out."""
+    given = " ".join(FLAGS[name].spell(value) for name, value in change.items() if value is not None)
+    unset = ", ".join(f"--{name}" for name, value in change.items() if value is None)
+    return " and ".join(part for part in (given, unset and f"leave out {unset}") if part)
+
+
+def _instead(flags: Iterable[Flag]) -> str:
+    return " ".join(one.meta["instead"] for one in flags if "instead" in one.meta)
