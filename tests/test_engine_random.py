@@ -36,6 +36,7 @@ class Ranks(FakeRanks):
         super().__init__(page_bytes, total=1 << 16, rng=rng)
         self.widths, self.block_size = widths, block_size
         self.slots: dict[tuple[int, int], int] = {}
+        self.exhaust = 0.0
 
     def execute(self, plan: StepPlan, tokens_of: dict[int, list[int]]) -> StepResult:
         before = set(self.mapped)
@@ -43,6 +44,10 @@ class Ranks(FakeRanks):
         for tensor, page in before - self.mapped:
             self.forget(tensor, page)
         drawn = self.run(plan.rows, tokens_of) if mapped else ()
+        if mapped and plan.rows and self._rng.random() < self.exhaust:  # after all was written: nothing of it counts
+            return StepResult(
+                step=plan.step, mapped=True, observation=self.observe(), stuck=tuple(stuck), exhausted="full"
+            )
         return StepResult(step=plan.step, mapped=mapped, observation=self.observe(), tokens=drawn, stuck=tuple(stuck))
 
     def forget(self, tensor: int, page: int) -> None:
@@ -131,11 +136,13 @@ class Traffic:
             self.cache.set_limit(self.rng.choice((None, None, most // 3, most // 2)))
         self.ranks.taken_by_others = self.rng.choice((0, 0, self.ranks.total - most // 2, self.ranks.total))
         self.ranks.refuse, self.ranks.stick = self.rng.choice((0.0, 0.3, 0.9)), self.rng.choice((0.0, 0.0, 0.2))
+        self.ranks.exhaust = self.rng.choice((0.0, 0.0, 0.2, 1.0))
 
     def calm(self) -> None:
         """The disturbance ends, but for some refusals."""
         self.cache.set_limit(None)
         self.ranks.taken_by_others, self.ranks.refuse, self.ranks.stick = 0, 0.1, 0.0
+        self.ranks.exhaust = 0.01
 
     # --- a step
 
@@ -146,7 +153,10 @@ class Traffic:
         result = self.ranks.execute(plan, {number: list(s.tokens) for number, s in self.alive.items()})
         self.seen["rows"] += len(plan.rows)
         self.seen["refused"] += not result.mapped
-        if result.mapped:
+        self.seen["exhausted"] += bool(result.exhausted)
+        if result.exhausted:
+            scheduler.break_off(plan, result)
+        elif result.mapped:
             self.take(scheduler.commit(plan, result))
         else:
             scheduler.rollback(plan, result)
@@ -214,6 +224,7 @@ def test_random_plans_keep_every_promise(limits: StepLimits, kind: str):
         traffic.step()
     assert not traffic.alive, f"starved: {sorted(traffic.alive)}"
     assert traffic.seen["finished"] > 5
+    assert traffic.seen["exhausted"] > 5
     assert traffic.cache.bands()["kv_live"] == 0
 
 
