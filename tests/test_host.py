@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from checkpoints import tiny_checkpoint
 
 from xllm_cli import LLM
@@ -10,6 +11,8 @@ from xllm_cli.config import make_config
 from xllm_cli.core import CacheSpec, TensorSpec
 from xllm_cli.engine.sizes import size_cache
 from xllm_cli.errors import DeviceError, MemoryShortage, XllmError
+from xllm_cli.models.batch import Batch, LayerKV
+from xllm_cli.models.decoder import Decoder
 from xllm_cli.vmm.driver import FaultyDriver, open_driver
 
 MIB = 1 << 20
@@ -75,3 +78,20 @@ def test_a_driver_that_fails_at_the_start_leaves_no_page_behind(verb: str, short
         with pytest.raises(kind):
             LLM(tiny_checkpoint("llama"), driver=driver, max_cache_size=8 * MIB, **FIXED)
     assert (driver.usage()["ranges"], driver.usage()["handles"]) == (0, 0)
+
+
+def test_every_kind_of_cache_is_warmed_up_by_the_same_forward_passes(monkeypatch):
+    shapes: list[list[tuple[int, int, bool]]] = []
+    forward = Decoder.forward
+
+    def record(self: Decoder, batch: Batch, kv: list[LayerKV]) -> torch.Tensor:
+        shapes[-1].append((batch.token_ids.numel(), batch.logit_rows.numel(), batch.token_ids.is_contiguous()))
+        return forward(self, batch, kv)
+
+    monkeypatch.setattr(Decoder, "forward", record)
+    for flags in (ELASTIC, FIXED, {}):
+        shapes.append([])
+        with LLM(tiny_checkpoint("llama"), dtype="float32", max_cache_size=32 * MIB, **flags):
+            pass
+    assert shapes[0] == shapes[1] == shapes[2]
+    assert len(shapes[0]) == 2  # a prompt and one decode: elastic memory adds nothing to warm up
