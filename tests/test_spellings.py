@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from checkpoints import tiny_checkpoint
 from flag_values import FREE, value_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from real_server import Serving
 
 from xllm_cli.argv import canonical
 from xllm_cli.cli import main
@@ -143,6 +145,46 @@ def test_rows_that_ask_for_something_else(capsys: pytest.CaptureFixture[str], tm
 def test_the_table_is_complete() -> None:
     elsewhere = {26, 27}  # help and version, above
     assert {row.number for row in TABLE} | elsewhere == set(range(1, 31))
+
+
+# --- the commands of the specification
+
+WITH_DRAFT = [
+    "--draft_model=/models/mtp", "--speculative_algorithm=MTP", "--num_speculative_tokens=3",
+    "--enable_vmm_kvcache=true", "--enable_vmm_weights=false", "--enable_task_pipeline=false",
+]  # fmt: skip
+ELASTIC = [
+    "--enable_vmm_kvcache=true", "--vmm_elastic=true", "--max_memory_utilization=0", "--max_cache_size=0",
+    "--vmm_memory_reserve_bytes=1073741824",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "num_warnings"), [(WITH_DRAFT, 1), (ELASTIC, 0)])
+def test_commands_of_the_specification(capsys: pytest.CaptureFixture[str], block: list[str], num_warnings: int) -> None:
+    code, out, err = run(capsys, "serve", *block, "--print_config")
+    assert code == 0 and err.count("warning: ") == err.count("not supported yet") == num_warnings
+    for name, text in (argument[2:].split("=") for argument in block):
+        assert flat(out)[name] == FLAGS[name].parse(text)
+
+
+@pytest.mark.server
+def test_the_elastic_command_starts_and_dumps_its_configuration(tmp_path: Path) -> None:
+    dumped = tmp_path / "made" / "config.json"
+    flags = ["--enable_dump_config_json", f"--dump_config_json_file={dumped}"]
+    serving = Serving(tmp_path, tiny_checkpoint("llama"), *ELASTIC, *flags)
+    try:
+        assert len(serving.complete(prompt="x", max_tokens=3)["choices"]) == 1
+        memory = serving.vmm()
+        assert memory["reserve"] == 2**30 and memory["arena"] == memory["total"]
+        assert flat(dumped.read_text())["vmm_memory_reserve_bytes"] == 2**30
+    finally:
+        assert serving.stop() == 0
+
+
+def test_a_dump_that_fails_ends_the_start_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--enable_dump_config_json", "--dump_config_json_file=/dev/null/x.json", "--port=0"]
+    code, _, err = run(capsys, "serve", "--model=/none", *flags)
+    assert code == 1 and "--dump_config_json_file=/dev/null/x.json cannot be written: " in err
 
 
 # --- order and spelling never matter
