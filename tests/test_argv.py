@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xllm_cli.argv import FOREIGN, canonical
+from xllm_cli.argv import canonical
 from xllm_cli.flags import FLAGS
+from xllm_cli.foreign_names import FOREIGN
 
 SPELLINGS = [
     (["--enable_vmm_kvcache=true"], ["--enable_vmm_kvcache=true"]),
@@ -109,3 +110,10 @@ def test_foreign_names_are_not_ours_and_point_to_flags_that_exist() -> None:
 def test_no_tokens_break_the_reader_and_its_answer_is_canonical(tokens: list[str]) -> None:
     argv, _, errors = canonical(tokens)
     assert errors or canonical(argv) == (argv, [], [])
+
+
+def test_the_names_of_others_are_many_and_each_is_answered_once() -> None:
+    assert len(FOREIGN) > 150
+    for name, advice in FOREIGN.items():
+        (error,) = canonical([f"--{name.replace('_', '-')}=1"]).errors
+        assert error == f"--{name.replace('_', '-')}: {advice}"

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "foreign_names": set(),
     "flagfile": {"errors"},
     "argv": {"declare", "flags", "foreign_names"},
-    "sources": {*SETTINGS, "errors"},
+    "sources": {*SETTINGS, "errors", "foreign_names"},
     "facts": {*SETTINGS, "errors"},
     "rules": {*SETTINGS, "facts"},
     "verdict": {*SETTINGS, "rules"},

@@ -79,6 +79,12 @@ def test_a_slip_in_a_variable_is_warned_of(variable: str, meant: str) -> None:
     assert warning.startswith(variable) and warning.endswith(f"changes nothing, did you mean {meant}?")
 
 
+def test_a_foreign_name_in_a_variable_gets_the_advice() -> None:
+    settings = from_environment({"XLLM_FLAG_MAX_NUM_SEQS": "4", "XLLM_FLAG_START_PORT": "9"})
+    assert settings.warnings[0].endswith("changes nothing: use --max_seqs_per_batch")
+    assert settings.given["port"] == Setting(9, "environment XLLM_FLAG_START_PORT")
+
+
 def test_variables_of_others_are_none_of_ours() -> None:
     kubernetes = {"XLLM_SERVICE_HOST": "10.0.0.1", "XLLM_PORT_8010_TCP": "tcp://10.0.0.1:8010", "XLLM_HOST": "x"}
     devices = {"ASCEND_RT_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "", "SSH_KEY": "k", "OPENAI_API_KEY": "k"}
@@ -116,6 +122,8 @@ def test_file(tmp_path: Path, text: str | bytes, given: dict[str, Any]) -> None:
         ('{"prot": 1}', "no such flag 'prot', did you mean port?"),
         ('{"print_config": "true"}', "'print_config' belongs on the command line"),
         ('{"vmm": {"prot": 1}}', "no such flag 'prot'"),
+        ('{"gpu-memory-utilization": 0.9}', "'gpu-memory-utilization': use --max_memory_utilization"),
+        ('{"start_port": 1, "port": 2}', "'port' is given twice"),
         ('{"port": 1, "port": 2}', "'port' is given twice"),
         ('{"port": 1, "service": {"port": 2}}', "'port' is given twice"),
         ('{"block-size": 1, "block_size": 1}', "'block_size' is given twice"),

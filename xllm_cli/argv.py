@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from xllm_cli.declare import FALSE_WORDS, TRUE_WORDS, Flag, did_you_mean
 from xllm_cli.flags import ALIASES, FLAGS
-from xllm_cli.foreign_names import FOREIGN
+from xllm_cli.foreign_names import advice
 
 _HELP = MappingProxyType({"helpfull": "all", "helpshort": "short"})  # gflags' names for two of our --help=TOPIC
 _DASHES = frozenset("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d")
@@ -163,9 +163,8 @@ def _negated(name: str) -> str:
 
 
 def _unknown(spelled: str, name: str) -> str:
-    for foreign in (name, name.removeprefix("no_"), name.removeprefix("no")):
-        if foreign in FOREIGN:
-            return f"{spelled}: {FOREIGN[foreign]}"
+    if foreign := advice(name):
+        return f"{spelled}: {foreign}"
     if name.startswith("no") and name[2:].lstrip("_") in FLAGS:
         return f"{spelled}: only true/false flags have a negated form"
     return f"no such flag {spelled}" + did_you_mean(name, FLAGS, "--")

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from xllm_cli import facts, verdict
-from xllm_cli.declare import did_you_mean
 from xllm_cli.errors import ConfigError, XllmError
 from xllm_cli.flags import FLAGS, Config, LaunchConfig
 from xllm_cli.rules import Case
-from xllm_cli.sources import Setting, Settings
+from xllm_cli.sources import Setting, Settings, no_such_flag
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ def make_config(**flags: Any) -> Config:
     settings = Settings()
     for name, value in flags.items():
         if name not in FLAGS or FLAGS[name].section == "launch":
-            settings.errors.append(f"no such flag {name}{did_you_mean(name, FLAGS)}")
+            settings.errors.append(no_such_flag(name, name))
         elif value is not None:
             plain = os.fspath(value) if isinstance(value, os.PathLike) else value
             settings.given[name] = Setting(FLAGS[name].normalise(plain), "argument")

@@ -1,4 +1,4 @@
-"""Names of flags that vLLM, SGLang, gflags and older scripts bring, and what to write instead. Data only.
+"""Names of flags that vLLM, SGLang, gflags and older scripts bring, and what to write instead.
 
 An advice is the end of a sentence: `--NAME: ADVICE`. Names that are flags here are not in the table.
 """
@@ -118,3 +118,10 @@ def _by_name() -> Iterator[tuple[str, str]]:
 
 FOREIGN: Mapping[str, str] = MappingProxyType(dict(_by_name()))
 """Name → advice."""
+
+
+def advice(name: str) -> str:
+    """What to write instead of a foreign name or its negated form; '' for a name that nobody brings."""
+    return next(
+        (FOREIGN[one] for one in (name, name.removeprefix("no_"), name.removeprefix("no")) if one in FOREIGN), ""
+    )

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from xllm_cli.declare import closest, did_you_mean
-from xllm_cli.flags import FLAGS, sections
+from xllm_cli.flags import ALIASES, FLAGS, sections
+from xllm_cli.foreign_names import advice
 
 ENVIRONMENT_PREFIX = "XLLM_FLAG_"
 API_KEY_VARIABLE = "XLLM_API_KEY"
@@ -94,6 +95,7 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
         settings.read_text("api_key", key, f"environment {API_KEY_VARIABLE}")
     for variable, text in environment.items():
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        name = ALIASES.get(name, name)
         if not text:
             continue
         if variable.startswith(ENVIRONMENT_PREFIX) and name in _TYPED_ONLY:
@@ -108,9 +110,10 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
 def _slip(variable: str) -> str:
     """What a variable's name was meant to be, in words; '' when it is no business of ours."""
     if variable.startswith(ENVIRONMENT_PREFIX):
-        close = closest(variable.removeprefix(ENVIRONMENT_PREFIX), FLAGS)
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        close = closest(name, FLAGS)
         hint = f", did you mean {ENVIRONMENT_PREFIX}{close[0].upper()}?" if close else ""
-        return f"names no flag and changes nothing{hint}"
+        return f"names no flag and changes nothing{f': {advice(name)}' if advice(name) else hint}"
     if variable.startswith("XLLM_") and "FLAG" in variable:
         return f"changes nothing, did you mean {ENVIRONMENT_PREFIX}<NAME>?"
     if variable in _VARIABLES or not re.search("VIS|KEY", variable):
@@ -138,14 +141,20 @@ def from_file(path: Path) -> Settings:
 
 def _take_key(settings: Settings, key: str, value: Any, path: Path) -> None:
     name, source = key.replace("-", "_"), f"file {path}"
+    name = ALIASES.get(name, name)
     if name in FLAGS and FLAGS[name].section == "launch":
         settings.errors.append(f"{source}: {key!r} belongs on the command line")
     elif name not in FLAGS:
-        settings.errors.append(f"{source}: no such flag {key!r}{did_you_mean(name, FLAGS)}")
+        settings.errors.append(f"{source}: {no_such_flag(repr(key), name)}")
     elif name in settings.given:
         settings.errors.append(f"{source}: {key!r} is given twice")
     elif value is not None:
         settings.given[name] = Setting(FLAGS[name].normalise(value), source)
+
+
+def no_such_flag(told: str, name: str) -> str:
+    """What is wrong with a name, told as it was written, and what to write instead."""
+    return f"{told}: {advice(name)}" if advice(name) else f"no such flag {told}{did_you_mean(name, FLAGS)}"
 
 
 def _flat(content: dict[str, Any]) -> Iterable[tuple[str, Any]]:
