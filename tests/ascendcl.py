@@ -30,7 +30,7 @@ CACHE = ROOT / "build" / "ascendcl"
 FLAGS = ("-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 # what torch_npu is linked against besides libascendcl
 SIBLINGS = ("libhccl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libacl_tdt_channel.so")
-# calls that CANN of that age does not have, by the source file that holds them
+# calls that CANN of that age does not have yet, by the source file that holds them
 NEWER_THAN = {"7.0": ("vmm_shared.cc", "vmm_access.cc"), "8.0": ("vmm_access.cc",), "9.0": ()}
 LEDGER_ROW = struct.Struct("<q16Q")
 LEDGER_ROWS = 64
@@ -39,12 +39,11 @@ LEDGER_ROWS = 64
 def build_emulator(cann: str = "9.0") -> Path:
     """The folder that plays `$ASCEND_HOME_PATH`: `lib64/` in it holds `libascendcl.so` and its siblings.
 
-    `cann`, a key of NEWER_THAN, is the release whose calls it has. Built once per state of the sources, whichever of
-    several processes comes first; raises CalledProcessError with the compiler's words on stderr.
+    `cann`, a key of NEWER_THAN, is the release whose calls it has. All are built once per state of the sources, by
+    whichever of several processes comes first; raises CalledProcessError, the compiler's words are on stderr.
     """
-    left_out = NEWER_THAN[cann]
-    sources = sorted(path for path in SOURCES.iterdir() if path.name not in left_out)
-    digest = hashlib.sha256(repr(FLAGS).encode())
+    sources = sorted(SOURCES.iterdir())
+    digest = hashlib.sha256(repr((FLAGS, SIBLINGS, NEWER_THAN)).encode())
     for path in sources:
         digest.update(path.name.encode() + path.read_bytes())
     folder = CACHE / digest.hexdigest()[:16]
@@ -54,28 +53,32 @@ def build_emulator(cann: str = "9.0") -> Path:
         if not folder.exists():
             scratch = CACHE / f"{folder.name}.part"
             shutil.rmtree(scratch, ignore_errors=True)
-            compile_library(sources, scratch / "lib64")
+            build_releases([path for path in sources if path.suffix == ".cc"], scratch)
             scratch.rename(folder)
-    return folder
+    return folder / cann
 
 
-def compile_library(sources: Iterable[Path], folder: Path) -> None:
-    """Leave the library and its siblings, links to it, in a new folder."""
+def build_releases(sources: list[Path], folder: Path) -> None:
+    """Compile each source once and link a library for each release into a new folder."""
     compiler = os.environ.get("CXX", "g++")
-    folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as jobs:
 
         def compile_one(source: Path) -> str:
-            made = f"{scratch}/{source.stem}.o"
+            made = f"{scratch}/{source.name}.o"
             subprocess.run([compiler, *FLAGS, "-c", str(source), "-o", made], check=True)
             return made
 
-        objects = list(jobs.map(compile_one, [path for path in sources if path.suffix == ".cc"]))
-        linker = ["-shared", "-Wl,-soname,libascendcl.so", "-Wl,-z,defs", f"-Wl,--version-script={SOURCES}/exports.map"]
-        command = [compiler, *linker, *objects, "-o", str(folder / "libascendcl.so"), "-ldl", "-pthread"]
-        subprocess.run(command, check=True)
-    for name in SIBLINGS:
-        (folder / name).symlink_to("libascendcl.so")
+        objects = dict(zip((path.name for path in sources), jobs.map(compile_one, sources), strict=True))
+        for cann, left_out in NEWER_THAN.items():
+            libraries = folder / cann / "lib64"
+            libraries.mkdir(parents=True)
+            # no soname: who looks for `libascendcl.so` must not find the one that a test has loaded by its path
+            linker = ["-shared", f"-Wl,-z,defs,--version-script={SOURCES}/exports.map"]
+            kept = [made for name, made in objects.items() if name not in left_out]
+            output = str(libraries / "libascendcl.so")
+            subprocess.run([compiler, *linker, *kept, "-o", output, "-ldl", "-pthread"], check=True)
+            for name in SIBLINGS:
+                (libraries / name).symlink_to("libascendcl.so")
 
 
 def environment(home: Path, **knobs: object) -> dict[str, str]:

@@ -78,6 +78,7 @@ struct PointerAttributes {
 };
 static_assert(sizeof(PointerAttributes) == 28);
 
+enum ShareableType : int { kShareableDefault = 1, kShareableFabric = 2 };
 enum AccessFlags : std::int32_t { kAccessReadWrite = 3 };
 enum Granularity : int { kGranularityMinimum = 0, kGranularityRecommended = 1 };
 enum CopyKind : int { kHostToHost = 0, kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3, kCopyDefault = 4 };

@@ -36,7 +36,7 @@ ASCENDCL_API void ascendcl_emulator_reset() {
 ASCENDCL_API int ascendcl_emulator_launch(void* stream, const std::uint64_t* spans, std::size_t count,
                                           void (*function)(void*), void* argument) {
   return call("ascendcl_emulator_launch", {stream, count}, [&] {
-    Task task{"a kernel", {}, nullptr, nullptr, 0, nullptr, {}};
+    Task task{"a kernel"};
     for (std::size_t index = 0; index < count; ++index) task.spans.push_back({spans[2 * index], spans[2 * index + 1]});
     if (function != nullptr) task.work = [=] { function(argument); };
     enqueue(find_stream(stream), std::move(task));

@@ -60,7 +60,7 @@ void queue_copy(const char* name, void* to, const void* from, std::size_t nbytes
     const auto lock = memory_map().lock();
     check_mapped(spans);
   }
-  enqueue(stream, {name, spans, [to, from, nbytes] { std::memmove(to, from, nbytes); }, nullptr, 0, nullptr, {}});
+  enqueue(stream, {name, spans, [to, from, nbytes] { std::memmove(to, from, nbytes); }});
   const bool to_device = VirtualSpace::contains(number(to)), from_device = VirtualSpace::contains(number(from));
   const bool is_pageable = (!to_device && !is_pinned(to, nbytes)) || (!from_device && !is_pinned(from, nbytes));
   if (!is_pageable) return;
@@ -123,6 +123,6 @@ ASCENDCL_API int aclrtMemsetAsync(void* to, std::size_t room, std::int32_t value
       const auto lock = memory_map().lock();
       check_mapped(spans);
     }
-    enqueue(queue, {"aclrtMemsetAsync", spans, [=] { std::memset(to, value, nbytes); }, nullptr, 0, nullptr, {}});
+    enqueue(queue, {"aclrtMemsetAsync", spans, [=] { std::memset(to, value, nbytes); }});
   });
 }

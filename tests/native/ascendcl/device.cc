@@ -58,7 +58,7 @@ int visible_count() { return static_cast<int>(settings().devices.size()); }
 
 int physical_device(int device) {
   if (device < 0 || device >= visible_count()) {
-    fail(kBadDevice, text("device %d of %d visible ones", device, visible_count()));
+    violate(kBadDevice, "devices are visible ones", text("device %d of %d visible ones", device, visible_count()));
   }
   return settings().devices[static_cast<std::size_t>(device)];
 }

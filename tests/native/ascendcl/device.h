@@ -10,8 +10,8 @@ struct Context {
   void* default_stream = nullptr;
 };
 
-int physical_device(int device);                    // its number in the ledger; or fail(kBadDevice)
-std::shared_ptr<Context> current_context();         // of this thread; or fail(kNoContext)
+int physical_device(int device);                    // its number in the ledger; or a violation
+std::shared_ptr<Context> current_context();         // of this thread; or a violation
 void require_initialised();                         // aclInit ran; or a violation
 void require_opened();                              // any thread of the process ran aclrtSetDevice; or a violation
 

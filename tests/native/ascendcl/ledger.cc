@@ -116,7 +116,8 @@ void give_memory(int device, std::uint64_t nbytes) {
 void move_neighbour(int device, std::int64_t nbytes) {
   Ledger& kept = ledger();
   const std::lock_guard lock(kept.mutex);
-  std::uint64_t& neighbour = kept.neighbour[std::clamp(device, 0, kDevices - 1)];
+  device = std::clamp(device, 0, kDevices - 1);
+  std::uint64_t& neighbour = kept.neighbour[device];
   const std::uint64_t used = taken(kept, device);
   const std::uint64_t free = settings().hbm_bytes - std::min(settings().hbm_bytes, used);
   if (nbytes >= 0) {

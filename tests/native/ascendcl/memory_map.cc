@@ -92,7 +92,9 @@ void MemoryMap::destroy(void* handle) {
 
 // The memory goes back with the last owner or the last mapping, whichever goes later.
 void MemoryMap::drop(Physical& physical, const void* handle) {
-  if (!physical.imported) {
+  if (physical.imported) {
+    close_pages(physical.file);
+  } else {
     if (physical.device >= 0) give_memory(physical.device, physical.nbytes);
     drop_pages(physical.offset, physical.nbytes);
   }

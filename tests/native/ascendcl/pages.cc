@@ -58,6 +58,8 @@ std::uint64_t take_pages(std::uint64_t nbytes) {
   return offset;
 }
 
+void close_pages(int file) { ::close(file); }
+
 void drop_pages(std::uint64_t offset, std::uint64_t nbytes) {
   const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
   check(::fallocate(pages_file(), mode, static_cast<off_t>(offset), static_cast<off_t>(nbytes)) == 0, "freeing pages");

@@ -7,6 +7,7 @@ namespace ascendcl {
 
 int pages_file();                                 // this process's file; kept open, close-on-exec
 std::uint64_t take_pages(std::uint64_t nbytes);   // a fresh piece of it, poisoned if the settings say so
+void close_pages(int file);  // another process's
 void drop_pages(std::uint64_t offset, std::uint64_t nbytes);
 
 // Over an address range of the window. Failure ends the process: the host, not the caller, is at fault.

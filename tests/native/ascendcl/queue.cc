@@ -65,7 +65,7 @@ bool run_until(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Stream>
 // Whether the front may run now; waits for it (its event, its delay) until the deadline.
 bool make_ready(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Stream>& stream, Clock::time_point deadline) {
   const std::shared_ptr<Task> task = stream->pending.front();
-  if (task->wait != nullptr && !run_until(lock, task->recorded_on, task->ticket, deadline)) return false;
+  if (task->after != nullptr && !run_until(lock, task->after, task->ticket, deadline)) return false;
   if (task->due <= Clock::now()) return true;
   if (task->due > deadline) return false;
   lock.unlock();
@@ -101,15 +101,7 @@ Clock::time_point deadline_of(int milliseconds) {
   return milliseconds < 0 ? kForever : Clock::now() + std::chrono::milliseconds(milliseconds);
 }
 
-}  // namespace
-
-Queues& queues() {
-  static Queues& kept = *new Queues;  // never destroyed: calls may come during exit
-  return kept;
-}
-
-void enqueue(const std::shared_ptr<Stream>& stream, Task task) {
-  std::unique_lock lock(queues().mutex);
+void enqueue_locked(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Stream>& stream, Task task) {
   if (stream->update != nullptr) {
     stream->update->replacement.push_back(std::move(task));
     return;
@@ -126,27 +118,35 @@ void enqueue(const std::shared_ptr<Stream>& stream, Task task) {
   if (stream->pending.size() > kLongestQueue) run_until(lock, stream, stream->done + 1, kForever);
 }
 
+}  // namespace
+
+Queues& queues() {
+  static Queues& kept = *new Queues;  // never destroyed: calls may come during exit
+  return kept;
+}
+
+void enqueue(const std::shared_ptr<Stream>& stream, Task task) {
+  std::unique_lock lock(queues().mutex);
+  enqueue_locked(lock, stream, std::move(task));
+}
+
 void record_event(const std::shared_ptr<Event>& event, const std::shared_ptr<Stream>& stream) {
-  {
-    const std::lock_guard lock(queues().mutex);
-    event->stream = stream;
-    event->ticket = stream->queued + 1;
-    event->capture = stream->capture;
-  }
-  enqueue(stream, {"record", {}, [event] { event->time = Clock::now(); }, nullptr, 0, nullptr, {}});
+  std::unique_lock lock(queues().mutex);
+  event->stream = stream;
+  event->ticket = stream->queued + 1;
+  event->capture = stream->capture;
+  enqueue_locked(lock, stream, {"record", {}, [event] { event->time = Clock::now(); }});
 }
 
 void wait_event(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Event>& event) {
-  {
-    const std::lock_guard lock(queues().mutex);
-    if (event->capture != nullptr) {  // a second stream joins the capture; inside it order is the order of the calls
-      if (stream->capture == nullptr) event->capture->streams.push_back(stream);
-      stream->capture = event->capture;
-      return;
-    }
-    if (event->stream == nullptr) return;  // never recorded: nothing to wait for
-  }
-  enqueue(stream, {"wait", {}, nullptr, event, event->ticket, event->stream, {}});
+  std::unique_lock lock(queues().mutex);
+  if (event->capture != nullptr && event->capture == queues().capturing) {
+    // A second stream joins the capture; inside it the order is that of the calls.
+    if (stream->capture == nullptr) event->capture->streams.push_back(stream);
+    stream->capture = event->capture;
+  } else if (event->stream != nullptr && event->capture == nullptr) {
+    enqueue_locked(lock, stream, {"wait", {}, nullptr, event->stream, event->ticket});
+  }  // else never recorded, or inside a graph that is complete: nothing to wait for
 }
 
 void synchronize(const std::shared_ptr<Stream>& stream, int milliseconds) {

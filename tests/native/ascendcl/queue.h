@@ -29,11 +29,10 @@ struct TaskGroup;
 
 struct Task {
   std::string name;
-  std::vector<Span> spans;      // device memory it touches
-  std::function<void()> work;
-  std::shared_ptr<Event> wait;  // runs when that event's record has run
-  std::uint64_t ticket = 0;     // of the record, when the wait was queued
-  std::shared_ptr<Stream> recorded_on;
+  std::vector<Span> spans = {};            // device memory it touches
+  std::function<void()> work = nullptr;
+  std::shared_ptr<Stream> after = nullptr;  // runs when that stream has come to the ticket
+  std::uint64_t ticket = 0;
   Clock::time_point due{};
 };
 

@@ -149,16 +149,14 @@ ASCENDCL_API int aclrtEventGetTimestamp(void* event, std::uint64_t* microseconds
 ASCENDCL_API int aclrtLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
   return call("aclrtLaunchHostFunc", {stream, argument}, [&] {
     if (function == nullptr) violate(kBadArgument, "no null pointers", "the function is null");
-    enqueue(find_stream(stream),
-            {"aclrtLaunchHostFunc", {}, [=] { function(argument); }, nullptr, 0, nullptr, {}});
+    enqueue(find_stream(stream), {"aclrtLaunchHostFunc", {}, [=] { function(argument); }});
   });
 }
 
 ASCENDCL_API int aclrtLaunchCallback(void (*function)(void*), void* argument, int block_type, void* stream) {
   return call("aclrtLaunchCallback", {argument, block_type, stream}, [&] {
     if (function == nullptr) violate(kBadArgument, "no null pointers", "the function is null");
-    enqueue(find_stream(stream),
-            {"aclrtLaunchCallback", {}, [=] { function(argument); }, nullptr, 0, nullptr, {}});
+    enqueue(find_stream(stream), {"aclrtLaunchCallback", {}, [=] { function(argument); }});
   });
 }
 

@@ -29,6 +29,7 @@ REFUSED(rtDevBinaryRegister, kNotSupported)
 REFUSED(rtFunctionRegister, kNotSupported)
 REFUSED(rtGetC2cCtrlAddr, kNotSupported)
 REFUSED(aclmdlRIDebugJsonPrint, kNotSupported)
+REFUSED(aclrtReserveMemAddressNoUCMemory, kNotSupported)  // an A3 has it
 
 ACCEPTED(aclopSetCompileFlag)
 ACCEPTED(aclopStartDumpArgs)

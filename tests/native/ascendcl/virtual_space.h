@@ -21,7 +21,7 @@ class VirtualSpace {
   static constexpr std::uint64_t kEnd = kBase + kUnits * kGiB;
   static constexpr std::uint64_t kSmall = 512 * kMiB;
 
-  // A free range of at least `nbytes`, or 0. Addresses given back are taken again as late as possible.
+  // A free range of at least `nbytes`, or 0. Whole units given back are taken again as late as possible.
   std::uint64_t take(std::uint64_t nbytes);
   void give(std::uint64_t address, std::uint64_t nbytes);
 

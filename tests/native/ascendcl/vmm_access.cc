@@ -5,6 +5,7 @@
 #include "memory_map.h"
 #include "queue.h"
 #include "settings.h"
+#include "sharing.h"
 #include "vmm.h"
 
 namespace {
@@ -17,6 +18,11 @@ void require_driver(const char* what) {
   if (settings().driver < kNewDriver) {
     fail(kNotSupported, text("%s wants driver %d, this is %d", what, kNewDriver, settings().driver));
   }
+}
+
+// The second form of export takes 8 bytes (default) or 128 (fabric, which only an A3 has).
+void check_shareable_type(int type) {
+  if (type != kShareableDefault) fail(kNotSupported, text("shareable handles of type %d", type));
 }
 
 std::uint64_t number(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
@@ -92,5 +98,38 @@ ASCENDCL_API int aclrtMemGetAddressRange(void* address, void** base, std::size_t
     if (extent == nullptr) violate(kDriverError, "ask about mapped addresses", text("%p is not mapped", address));
     if (base != nullptr) *base = reinterpret_cast<void*>(extent->first);
     if (nbytes != nullptr) *nbytes = extent->second.nbytes;
+  });
+}
+
+ASCENDCL_API int aclrtMemExportToShareableHandleV2(void* handle, std::uint64_t flags, int type, void* shareable) {
+  return call("aclrtMemExportToShareableHandleV2", {handle, flags, type}, [&] {
+    check_given(handle, "the handle");
+    check_given(shareable, "the result");
+    check_flags(flags, 1);
+    check_shareable_type(type);
+    require_opened();
+    *static_cast<std::uint64_t*>(shareable) = export_handle(handle, flags == 0);
+  });
+}
+
+ASCENDCL_API int aclrtMemSetPidToShareableHandleV2(void* shareable, int type, const std::int32_t* processes,
+                                                   std::size_t count) {
+  return call("aclrtMemSetPidToShareableHandleV2", {shareable, type, count}, [&] {
+    check_given(shareable, "the shareable handle");
+    check_given(processes, "the processes");
+    check_shareable_type(type);
+    allow_import(*static_cast<const std::uint64_t*>(shareable), processes, count);
+  });
+}
+
+ASCENDCL_API int aclrtMemImportFromShareableHandleV2(const void* shareable, int type, std::uint64_t flags,
+                                                     void** handle) {
+  return call("aclrtMemImportFromShareableHandleV2", {shareable, type, flags}, [&] {
+    check_given(shareable, "the shareable handle");
+    check_given(handle, "the result");
+    check_flags(flags, 0);
+    check_shareable_type(type);
+    const int device = physical_device(current_context()->device);
+    *handle = import_handle(*static_cast<const std::uint64_t*>(shareable), device);
   });
 }
