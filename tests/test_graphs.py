@@ -28,8 +28,7 @@ BLOCK = 128
 
 
 def options(sizes: tuple[int, ...], max_context: int = 256) -> GraphOptions:
-    device = torch.device("cpu")
-    return GraphOptions(runtime=EmulatedGraphs(), device=device, sizes=sizes, max_context=max_context)
+    return GraphOptions(runtime=EmulatedGraphs(), sizes=sizes, max_context=max_context)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3_text"])

@@ -82,7 +82,7 @@ def is_gemma(model: Decoder) -> bool:
 @torch.inference_mode()
 def test_captured_steps_give_the_same_logits(mode: ComputeOnHost, model: Decoder) -> None:
     kv = poisoned(model, 5)
-    options = GraphOptions(runtime=torch.npu, device=torch.device(NPU), sizes=(1, 2, 4), max_context=256)
+    options = GraphOptions(runtime=torch.npu, sizes=(1, 2, 4), max_context=256)
     graphs = DecodeGraphs(model, kv, options)
     graphs.capture()
     for step in range(8):

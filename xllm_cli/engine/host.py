@@ -32,6 +32,7 @@ from xllm_cli.vmm.arena import Arena
 from xllm_cli.vmm.driver import Driver, DriverInfo, VmmError, VmmShortage
 from xllm_cli.vmm.pool import PagePool
 from xllm_cli.worker.device import Device, open_device
+from xllm_cli.worker.graphs import GraphOptions, graph_sizes
 from xllm_cli.worker.group import LocalGroup
 from xllm_cli.worker.kv_store import KvStore, PhysicalKvStore, VirtualKvStore
 from xllm_cli.worker.worker import Worker
@@ -102,6 +103,8 @@ def _build(config: Config, progress: Progress, driver: Driver | None, opened: Ex
     )
     progress("warming up")
     warm_up(engine, model_config.max_positions)
+    _capture_graphs(start, group, model_config.max_positions)
+    cache.observe(group.observe())
     return engine, Ready(
         model_id=config.served_model_id,
         architecture=model_config.architecture,
@@ -186,6 +189,25 @@ def _facts(start: Start, info: DriverInfo, size: CacheSize) -> MemoryFacts:
         page_bytes=info.page_bytes if virtual else 0,
         arena_bytes=size.arena_bytes,
     )
+
+
+def _capture_graphs(start: Start, group: LocalGroup, context: int) -> None:
+    """Capture decode steps if that was asked for and the device can. After the warm-up: block 0 is mapped by then."""
+    flags, runtime = start.config.execution, start.device.open_graphs()
+    if not flags.enable_graph:
+        return
+    if runtime is None:
+        log.warning("--enable_graph=true changes nothing on %s: it has no graphs", start.device.name)
+        return
+    sizes = graph_sizes(
+        flags.acl_graph_decode_batch_size_limit,
+        max_tokens=flags.max_tokens_for_graph_mode,
+        exact=flags.enable_graph_mode_decode_no_padding,
+        rows=min(start.config.scheduler.max_seqs_per_batch, start.config.kv_cache.block_size),
+    )
+    if sizes:
+        start.progress("capturing decode steps")
+        group.capture(GraphOptions(runtime=runtime, sizes=sizes, max_context=context))
 
 
 def warm_up(engine: Engine, context: int) -> None:

@@ -15,6 +15,7 @@ from xllm_cli.errors import DeviceError
 from xllm_cli.flags import Config
 from xllm_cli.models.ops.base import Ops
 from xllm_cli.vmm.driver import Driver
+from xllm_cli.worker.graphs import GraphRuntime
 from xllm_cli.worker.kv_store import KvStore, TensorRange
 from xllm_cli.worker.memory import MemoryObserver
 
@@ -58,6 +59,10 @@ class Device(Protocol):
 
     def open_range(self, nbytes: int) -> TensorRange:
         """Ordinary memory for a physical KV tensor."""
+        ...
+
+    def open_graphs(self) -> GraphRuntime | None:
+        """What captures its work and replays it; None where nothing does."""
         ...
 
     def guard(self) -> AbstractContextManager[None]:

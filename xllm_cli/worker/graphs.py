@@ -65,7 +65,6 @@ class GraphOptions:
     """Which decode steps are captured, of how many sequences and how long a context in tokens."""
 
     runtime: GraphRuntime
-    device: torch.device
     sizes: tuple[int, ...]
     max_context: int
 
@@ -143,10 +142,10 @@ class DecodeGraphs:
         self._layers = list(layers)
         self._options = options
         self._graphs: dict[int, _Captured] = {}
-        block_size = self._layers[0].block_size
+        first = self._layers[0]
         largest = max(options.sizes)
-        assert largest <= block_size, "padding row i writes slot i of block 0"
-        self._inputs = StaticInputs(largest, -(-options.max_context // block_size), options.device)
+        assert largest <= first.block_size, "padding row i writes slot i of block 0"
+        self._inputs = StaticInputs(largest, -(-options.max_context // first.block_size), first.k.device)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -159,11 +158,15 @@ class DecodeGraphs:
     def _capture(self, size: int, pool: Any) -> _Captured:
         self._model.forward(self._inputs.batch(size, 1), self._layers)  # whatever is set up at first use, is now
         graph = self._options.runtime.NPUGraph()
-        # the longest context, for attention's workspace is sized at capture
-        batch = self._inputs.batch(size, self._options.max_context)
+        batch = self._inputs.batch(size, self._longest(size))  # attention's workspace is sized at capture
         with self._options.runtime.graph(graph, pool=pool, auto_dispatch_capture=True):
             logits = self._model.forward(batch, self._layers)
         return _Captured(graph, logits)
+
+    def _longest(self, size: int) -> int:
+        """Tokens that each of `size` sequences can have: attention takes no more blocks in all than there are."""
+        cache = self._layers[0]
+        return min(self._options.max_context, max(1, cache.k.shape[0] // size) * cache.block_size)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor | None:

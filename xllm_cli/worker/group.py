@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from xllm_cli.core import Observation, StepPlan, StepResult
+from xllm_cli.worker.graphs import GraphOptions
 from xllm_cli.worker.worker import Worker
 
 
@@ -44,6 +45,10 @@ class LocalGroup:
     def break_off(self, plan: StepPlan) -> StepResult:
         """See Group."""
         return self._worker.break_off(plan)
+
+    def capture(self, options: GraphOptions) -> None:
+        """See Worker."""
+        self._worker.capture(options)
 
     def observe(self) -> Observation:
         """See Group."""

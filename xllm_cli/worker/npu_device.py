@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from xllm_cli.flags import Config
 from xllm_cli.models.ops import open_ops
 from xllm_cli.models.ops.base import Ops
 from xllm_cli.vmm.driver import Driver, open_driver
+from xllm_cli.worker.graphs import GraphRuntime
 from xllm_cli.worker.kv_store import KvStore
 from xllm_cli.worker.memory import DeviceMemoryObserver
 from xllm_cli.worker.npu_memory import NpuStatistics
@@ -86,6 +87,10 @@ class NpuDevice:
                 f"the device has no {nbytes} bytes in one piece for a KV tensor: {first_line(error)}. "
                 "Lower --max_memory_utilization, or set --max_cache_size"
             ) from error
+
+    def open_graphs(self) -> GraphRuntime:
+        """See Device."""
+        return cast(GraphRuntime, self._npu)
 
     def fence(self) -> None:
         """See Device. Waits for every stream, torch_npu's queue of launches included: the driver's unmap does not."""

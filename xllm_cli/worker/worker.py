@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 
 from xllm_cli.core import Observation, Row, StepPlan, StepResult, TokenLogprob
-from xllm_cli.models.batch import LayerKV
+from xllm_cli.models.batch import Batch, LayerKV
 from xllm_cli.models.registry import Model
 from xllm_cli.worker.exhaustion import bytes_refused
+from xllm_cli.worker.graphs import DecodeGraphs, GraphOptions
 from xllm_cli.worker.inputs import build_batch
 from xllm_cli.worker.kv_store import KvStore
 from xllm_cli.worker.memory import MemoryObserver
@@ -44,11 +45,19 @@ class Worker:
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._guard = guard
+        self._graphs: DecodeGraphs | None = None
         self._model = model
         self._store = store
         self._observer = observer
         self._block_size = block_size
         self._layers: list[LayerKV] = model.kv_views(store.tensor, block_size=block_size, num_blocks=num_blocks)
+
+    def capture(self, options: GraphOptions) -> None:
+        """Capture decode steps, which are replayed from now on. Block 0 must be padding, and mapped."""
+        with self._guard():
+            graphs = DecodeGraphs(self._model, self._layers, options)
+            graphs.capture()
+        self._graphs = graphs
 
     def observe(self) -> Observation:
         """An observation outside a step."""
@@ -101,13 +110,19 @@ class Worker:
     @torch.inference_mode()
     def _run(self, rows: tuple[Row, ...]) -> _Ran:
         with self._guard():
-            logits = self._model.forward(build_batch(rows, self._block_size), self._layers).cpu().numpy()
+            logits = self._forward(build_batch(rows, self._block_size)).cpu().numpy()
         drawn = [row.sampling for row in rows if row.sampling is not None]
         scored = [row.scoring for row in rows if row.scoring is not None]
         return _Ran(sample(logits[: len(drawn)], drawn), score(logits[len(drawn) :], scored))
 
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        logits = None if self._graphs is None else self._graphs.forward(batch)
+        return self._model.forward(batch, self._layers) if logits is None else logits
+
     def close(self) -> bool:
-        """Drop the views, then the store; False if pages or views are still in use."""
+        """Drop graphs and views, then the store; False if pages or views are still in use."""
+        if self._graphs is not None:
+            self._graphs.close()
         self._layers.clear()
         self._observer.close()
         return self._store.close()
