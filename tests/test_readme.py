@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from scripted_server import Server, serving, write_model
 
 from xllm_cli.argv import canonical
-from xllm_cli.bench.serve import serve as bench_serve
+from xllm_cli.bench.serve import group as bench
 from xllm_cli.cli import xllm
-from xllm_cli.flags import FLAGS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TEXTS = [
     ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
     ROOT / "Makefile",
     *sorted(path for path in (ROOT / "examples").iterdir() if path.is_file()),
 ]
@@ -54,11 +57,33 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running.wait_ready()
 
 
+def options(command: click.Command) -> Iterator[str]:
+    """The long names of a command's options and of those below it, without their dashes."""
+    for parameter in command.params:
+        yield from (name[2:] for name in parameter.opts if name.startswith("--"))
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from options(below)
+
+
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_every_flag_is_known(path: Path) -> None:
-    known = FLAGS.keys() | OF_OTHER_PROGRAMS | {option.name for option in bench_serve.params} | {"version"}
+    known = OF_OTHER_PROGRAMS | set(options(xllm)) | set(options(bench))
     mentioned = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", path.read_text(encoding="utf-8")))
-    assert not mentioned - known
+    assert not [name for name in mentioned - known if canonical([f"--{name}=1"]).errors]
+
+
+@pytest.mark.parametrize("language", ["sh", "bash"])
+def test_shell_blocks_are_clean(language: str) -> None:
+    if shutil.which("shellcheck") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("shellcheck is not installed")
+    for block in blocks(language):
+        command = ["shellcheck", "--shell=bash", "-"]
+        checked = subprocess.run(command, input=block, capture_output=True, text=True, timeout=60, check=False)
+        assert checked.returncode == 0, block + checked.stdout
 
 
 def test_make_targets_exist() -> None:
