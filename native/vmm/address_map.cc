@@ -1,13 +1,28 @@
 #include "address_map.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <fstream>
+#include <iterator>
 #include <utility>
 
 namespace xllm::vmm {
 namespace {
 
+// Mappings between two counts of all: counting reads a line for each.
+constexpr std::int64_t kRecount = 4096;
+
 std::atomic<std::int64_t> process_total{0};
+// Mappings that no driver made (libraries, stacks, files of weights), and process_total when they were last counted.
+std::atomic<std::int64_t> others{0}, counted_at{-kRecount};
+
+void count_others(std::int64_t ours) {
+  if (ours < counted_at + kRecount) return;
+  counted_at = ours;
+  std::ifstream maps("/proc/self/maps");
+  const auto lines = std::count(std::istreambuf_iterator<char>(maps), {}, '\n');
+  others = std::max<std::int64_t>(0, lines - process_total);
+}
 
 std::int64_t default_vma_limit() {
   std::int64_t limit = 65530;
@@ -74,7 +89,8 @@ bool AddressMap::joined(Address low, Address high) const {
 
 void AddressMap::charge(Verb verb) {
   const std::int64_t change = wanted() - charged_;
-  const std::int64_t used = process_total.fetch_add(change) + change;
+  if (change > 0) count_others(process_total + change);
+  const std::int64_t used = process_total.fetch_add(change) + change + others;
   if (change > 0 && used > vma_limit_) {
     process_total.fetch_sub(change);
     throw Shortage(verb, ENOMEM, 0,
@@ -90,7 +106,10 @@ void AddressMap::settle() {
   charged_ += change;
 }
 
-std::int64_t AddressMap::process_vmas() { return process_total; }
+std::int64_t AddressMap::process_vmas() {
+  count_others(process_total);
+  return process_total + others;
+}
 
 void AddressMap::clear() {
   pages_.clear();

@@ -3,7 +3,8 @@
 //
 // INVARIANT. A run is a maximal series of mapped pages whose addresses and slots both rise by one; the kernel merges
 //   it into one mapping. vmas = 2 · runs + ranges bounds from above what the kernel has: each run and one gap after it,
-//   and the rest of each range. The sum over all address maps of the process is kept; the kernel counts per process.
+//   and the rest of each range. The kernel counts per process, so the sum over all address maps is kept, and beside it
+//   how many mappings there are that no driver made: those are counted at the first charge and every 4096 of ours.
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,8 @@
 // and leaves a floor.
 //
 // VMA BUDGET. The kernel limits mappings per process (vm.max_map_count), and at the limit malloc fails too. All drivers
-// of the process together use at most 70 % of it; beyond that map and reserve are a Shortage (address_map.h has the
-// sum).
+// of the process together with whatever else is mapped use at most 70 % of it; beyond that map and reserve are a Shortage
+// (address_map.h has the sum).
 #pragma once
 
 #include <mutex>
