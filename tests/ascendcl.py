@@ -59,26 +59,35 @@ def build_emulator(cann: str = "9.0") -> Path:
 
 
 def build_releases(sources: list[Path], folder: Path) -> None:
-    """Compile each source once and link a library for each release into a new folder."""
+    """Compile, then link a library for each release into a new folder."""
     compiler = os.environ.get("CXX", "g++")
+    apart = set().union(*NEWER_THAN.values())
+    common = [path for path in sources if path.name not in apart]
+    # a few sources at a time, because most of the time goes into reading the same headers
+    units = [common[::2], common[1::2], *([path] for path in sources if path.name in apart)]
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as jobs:
 
-        def compile_one(source: Path) -> str:
-            made = f"{scratch}/{source.name}.o"
-            subprocess.run([compiler, *FLAGS, "-c", str(source), "-o", made], check=True)
+        def compile_unit(unit: list[Path]) -> str:
+            made = f"{scratch}/{unit[0].name}.o"
+            text = "".join(f'#include "{path}"\n' for path in unit)
+            command = [compiler, *FLAGS, "-x", "c++", "-c", "-", "-o", made]
+            subprocess.run(command, input=text, text=True, check=True)
             return made
 
-        objects = dict(zip((path.name for path in sources), jobs.map(compile_one, sources), strict=True))
+        objects = list(jobs.map(compile_unit, units))
         for cann, left_out in NEWER_THAN.items():
-            libraries = folder / cann / "lib64"
-            libraries.mkdir(parents=True)
-            # no soname: who looks for `libascendcl.so` must not find the one that a test has loaded by its path
-            linker = ["-shared", f"-Wl,-z,defs,--version-script={SOURCES}/exports.map"]
-            kept = [made for name, made in objects.items() if name not in left_out]
-            output = str(libraries / "libascendcl.so")
-            subprocess.run([compiler, *linker, *kept, "-o", output, "-ldl", "-pthread"], check=True)
-            for name in SIBLINGS:
-                (libraries / name).symlink_to("libascendcl.so")
+            kept = [made for unit, made in zip(units, objects, strict=True) if unit[0].name not in left_out]
+            link(compiler, kept, folder / cann / "lib64")
+
+
+def link(compiler: str, objects: list[str], folder: Path) -> None:
+    """Leave the library and its siblings, links to it, in a new folder."""
+    folder.mkdir(parents=True)
+    options = ["-shared", "-Wl,-soname,libascendcl.so", f"-Wl,-z,defs,--version-script={SOURCES}/exports.map"]
+    command = [compiler, *options, *objects, "-o", str(folder / "libascendcl.so"), "-ldl", "-pthread"]
+    subprocess.run(command, check=True)
+    for name in SIBLINGS:
+        (folder / name).symlink_to("libascendcl.so")
 
 
 def environment(home: Path, **knobs: object) -> dict[str, str]:

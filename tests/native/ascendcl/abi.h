@@ -90,7 +90,8 @@ enum WaitStatus : int { kWaitComplete = 0, kWaitNotReady = 1 };
 enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRelaxed = 2 };
 enum CaptureStatus : int { kCaptureNone = 0, kCaptureActive = 1, kCaptureInvalidated = 2 };
 
-inline constexpr std::uint64_t kKiB = std::uint64_t{1} << 10;
+inline std::uint64_t address_of(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
+
 inline constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 inline constexpr std::uint64_t kGiB = std::uint64_t{1} << 30;
 inline constexpr std::uint64_t kPage = 2 * kMiB;

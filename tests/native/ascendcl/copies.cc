@@ -14,12 +14,10 @@
 namespace ascendcl {
 namespace {
 
-std::uint64_t number(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
-
 std::vector<Span> device_spans(const void* first, const void* second, std::size_t nbytes) {
   std::vector<Span> spans;
   for (const void* address : {first, second}) {
-    if (address != nullptr && VirtualSpace::contains(number(address))) spans.push_back({number(address), nbytes});
+    if (address != nullptr && VirtualSpace::contains(address_of(address))) spans.push_back({address_of(address), nbytes});
   }
   return spans;
 }
@@ -61,7 +59,7 @@ void queue_copy(const char* name, void* to, const void* from, std::size_t nbytes
     check_mapped(spans);
   }
   enqueue(stream, {name, spans, [to, from, nbytes] { std::memmove(to, from, nbytes); }});
-  const bool to_device = VirtualSpace::contains(number(to)), from_device = VirtualSpace::contains(number(from));
+  const bool to_device = VirtualSpace::contains(address_of(to)), from_device = VirtualSpace::contains(address_of(from));
   const bool is_pageable = (!to_device && !is_pinned(to, nbytes)) || (!from_device && !is_pinned(from, nbytes));
   if (!is_pageable) return;
   if (stream->capture != nullptr) {

@@ -29,8 +29,6 @@ HostMemory& host_memory() {
   return kept;
 }
 
-std::uint64_t number(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
-
 void allocate_host(void** out, std::size_t nbytes) {
   check_given(out, "the result");
   if (nbytes == 0) violate(kBadArgument, "sizes are positive", "size 0");
@@ -38,13 +36,13 @@ void allocate_host(void** out, std::size_t nbytes) {
   void* mapped = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) fail(kOutOfMemory, text("the host has no %zu bytes", nbytes));
   const std::lock_guard lock(host_memory().mutex);
-  host_memory().blocks[number(mapped)] = {nbytes, true};
+  host_memory().blocks[address_of(mapped)] = {nbytes, true};
   *out = mapped;
 }
 
 void remove_host(void* address, bool is_own) {
   const std::lock_guard lock(host_memory().mutex);
-  const auto found = host_memory().blocks.find(number(address));
+  const auto found = host_memory().blocks.find(address_of(address));
   if (found == host_memory().blocks.end() || found->second.is_own != is_own) {
     violate(kInvalidValue, "give back what was taken", text("%p is no such host memory", address));
   }
@@ -56,7 +54,7 @@ void register_host(void* address, std::uint64_t nbytes) {
   check_given(address, "the address");
   if (nbytes == 0) violate(kBadArgument, "sizes are positive", "size 0");
   const std::lock_guard lock(host_memory().mutex);
-  host_memory().blocks[number(address)] = {nbytes, false};
+  host_memory().blocks[address_of(address)] = {nbytes, false};
 }
 
 void allocate_device(const char* name, void** out, std::size_t nbytes) {
@@ -72,10 +70,10 @@ void allocate_device(const char* name, void** out, std::size_t nbytes) {
 
 bool is_pinned(const void* address, std::uint64_t nbytes) {
   const std::lock_guard lock(host_memory().mutex);
-  auto found = host_memory().blocks.upper_bound(number(address));
+  auto found = host_memory().blocks.upper_bound(address_of(address));
   if (found == host_memory().blocks.begin()) return false;
   --found;
-  return number(address) + nbytes <= found->first + found->second.nbytes;
+  return address_of(address) + nbytes <= found->first + found->second.nbytes;
 }
 
 std::vector<std::pair<std::uint64_t, std::uint64_t>> host_blocks() {
@@ -100,9 +98,9 @@ ASCENDCL_API int aclrtMallocAlign32(void** out, std::size_t nbytes, int policy) 
 ASCENDCL_API int aclrtFree(void* address) {
   return call("aclrtFree", {address}, [&] {
     check_given(address, "the address");
-    const std::string pending = pending_work_at(number(address));
+    const std::string pending = pending_work_at(address_of(address));
     const auto lock = memory_map().lock();
-    memory_map().free_block(number(address));
+    memory_map().free_block(address_of(address));
     if (!pending.empty()) note_violation("aclrtFree", "no queued work on a block that is freed", pending);
   });
 }
@@ -138,9 +136,9 @@ ASCENDCL_API int aclrtPointerGetAttributes(const void* address, PointerAttribute
   return call("aclrtPointerGetAttributes", {address}, [&] {
     check_given(address, "the address");
     check_given(attributes, "the result");
-    const bool in_window = VirtualSpace::contains(number(address));
+    const bool in_window = VirtualSpace::contains(address_of(address));
     const auto lock = memory_map().lock();
-    const auto* extent = memory_map().find(number(address));
+    const auto* extent = memory_map().find(address_of(address));
     // An address that is reserved and not mapped has no attributes.
     if (in_window && extent == nullptr) {
       violate(kDriverError, "ask about mapped addresses", text("%p is not mapped", address));

@@ -5,6 +5,8 @@
 #include <map>
 #include <memory>
 
+#include "abi.h"
+
 namespace ascendcl {
 
 template <class Object>
@@ -21,17 +23,17 @@ class Registry {
   }
 
   std::shared_ptr<Object> find(const void* handle) const {
-    const auto found = objects_.find(reinterpret_cast<std::uintptr_t>(handle));
+    const auto found = objects_.find(address_of(handle));
     return found == objects_.end() ? nullptr : found->second;
   }
 
   // Whether this registry ever gave out the handle.
   bool was_given(const void* handle) const {
-    const auto key = reinterpret_cast<std::uintptr_t>(handle);
+    const auto key = address_of(handle);
     return key < next_ && key >> 40 == next_ >> 40 && key % 0x10 == 0;
   }
 
-  void remove(const void* handle) { objects_.erase(reinterpret_cast<std::uintptr_t>(handle)); }
+  void remove(const void* handle) { objects_.erase(address_of(handle)); }
 
   const std::map<std::uint64_t, std::shared_ptr<Object>>& all() const { return objects_; }
 

@@ -25,7 +25,7 @@ std::string quoted(const std::string& plain) {
   return result + '"';
 }
 
-std::string number(std::uint64_t value) { return std::to_string(value); }
+std::string shown(std::uint64_t value) { return std::to_string(value); }
 
 std::string joined(const std::vector<std::string>& parts, char open, char close) {
   std::string result(1, open);
@@ -42,27 +42,27 @@ std::string object(const std::vector<std::pair<const char*, std::string>>& field
   return joined(parts, '{', '}');
 }
 
-std::string devices() {
+std::string devices_shown() {
   std::vector<std::string> parts;
   for (const int device : settings().devices) {
     const DeviceMemory memory = device_memory(device);
     parts.push_back(object({{"device", std::to_string(device)},
-                            {"total", number(memory.total)},
-                            {"free", number(memory.free)},
-                            {"used", number(memory.used)},
-                            {"peak", number(memory.peak)},
-                            {"neighbour", number(memory.neighbour)}}));
+                            {"total", shown(memory.total)},
+                            {"free", shown(memory.free)},
+                            {"used", shown(memory.used)},
+                            {"peak", shown(memory.peak)},
+                            {"neighbour", shown(memory.neighbour)}}));
   }
   return joined(parts, '[', ']');
 }
 
-std::string calls() {
+std::string calls_shown() {
   std::vector<std::string> parts;
   for (const auto& [name, count] : call_counts()) {
-    parts.push_back(quoted(name) + ": " + object({{"calls", number(count.calls)},
-                                                  {"failed", number(count.failed)},
-                                                  {"injected", number(count.injected)},
-                                                  {"with_gil", number(count.with_gil)}}));
+    parts.push_back(quoted(name) + ": " + object({{"calls", shown(count.calls)},
+                                                  {"failed", shown(count.failed)},
+                                                  {"injected", shown(count.injected)},
+                                                  {"with_gil", shown(count.with_gil)}}));
   }
   return joined(parts, '{', '}');
 }
@@ -72,7 +72,7 @@ struct Live {
 };
 
 std::string range(std::uint64_t address, std::uint64_t nbytes) {
-  return object({{"address", number(address)}, {"bytes", number(nbytes)}});
+  return object({{"address", shown(address)}, {"bytes", shown(nbytes)}});
 }
 
 Live live_memory() {
@@ -82,8 +82,8 @@ Live live_memory() {
     live.reservations.push_back(range(address, reservation.nbytes));
   }
   for (const auto& [handle, physical] : memory_map().handles().all()) {
-    live.handles.push_back(object({{"handle", number(handle)},
-                                   {"bytes", number(physical->nbytes)},
+    live.handles.push_back(object({{"handle", shown(handle)},
+                                   {"bytes", shown(physical->nbytes)},
                                    {"owners", std::to_string(physical->owners)},
                                    {"maps", std::to_string(physical->maps)}}));
   }
@@ -95,7 +95,7 @@ Live live_memory() {
   return live;
 }
 
-std::string live() {
+std::string live_shown() {
   const Live memory = live_memory();
   const QueueCounts counts = queue_counts();
   return object({{"reservations", joined(memory.reservations, '[', ']')},
@@ -103,13 +103,13 @@ std::string live() {
                  {"mappings", joined(memory.mappings, '[', ']')},
                  {"blocks", joined(memory.blocks, '[', ']')},
                  {"host_blocks", joined(memory.host, '[', ']')},
-                 {"streams", number(counts.streams)},
-                 {"events", number(counts.events)},
-                 {"graphs", number(counts.graphs)},
-                 {"pending", number(counts.pending)}});
+                 {"streams", shown(counts.streams)},
+                 {"events", shown(counts.events)},
+                 {"graphs", shown(counts.graphs)},
+                 {"pending", shown(counts.pending)}});
 }
 
-std::string violation_list() {
+std::string violations_shown() {
   std::vector<std::string> parts;
   for (const ViolationRecord& one : violations()) {
     parts.push_back(object({{"call", quoted(one.name)}, {"rule", quoted(one.rule)}, {"text", quoted(one.text)}}));
@@ -117,11 +117,11 @@ std::string violation_list() {
   return joined(parts, '[', ']');
 }
 
-std::string trace() {
+std::string trace_shown() {
   std::vector<std::string> parts;
   for (const CallRecord& record : call_trace()) {
     std::vector<std::string> arguments;
-    for (const std::uint64_t argument : record.arguments) arguments.push_back(number(argument));
+    for (const std::uint64_t argument : record.arguments) arguments.push_back(shown(argument));
     parts.push_back(object({{"call", quoted(record.name)},
                             {"arguments", joined(arguments, '[', ']')},
                             {"code", std::to_string(record.code)},
@@ -153,7 +153,7 @@ __attribute__((destructor)) void at_exit() {
   if (!path.empty()) {
     write_report(path, report());
   } else if (settings().strict && has_leaks()) {
-    std::fprintf(stderr, "ascendcl emulator: left at exit: %s\n", live().c_str());
+    std::fprintf(stderr, "ascendcl emulator: left at exit: %s\n", live_shown().c_str());
   }
 }
 
@@ -161,11 +161,11 @@ __attribute__((destructor)) void at_exit() {
 
 std::string report() {
   return object({{"mode", settings().strict ? "\"strict\"" : "\"hardware\""},
-                 {"devices", devices()},
-                 {"calls", calls()},
-                 {"live", live()},
-                 {"violations", violation_list()},
-                 {"trace", trace()}});
+                 {"devices", devices_shown()},
+                 {"calls", calls_shown()},
+                 {"live", live_shown()},
+                 {"violations", violations_shown()},
+                 {"trace", trace_shown()}});
 }
 
 bool has_leaks() {

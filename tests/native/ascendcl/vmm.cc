@@ -8,8 +8,6 @@
 namespace ascendcl {
 namespace {
 
-std::uint64_t number(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
-
 bool is_giant(int attribute) {
   return attribute == kHbmHuge1G || attribute == kHbmP2pHuge1G || attribute == kMemHuge1G || attribute == kMemP2pHuge1G;
 }
@@ -61,7 +59,7 @@ void map_memory(void* address, std::size_t nbytes, std::size_t offset, void* han
   if (offset != 0) violate(kInvalidValue, "map from offset 0", text("offset %zu", offset));
   require_opened();
   const auto lock = memory_map().lock();
-  memory_map().map(number(address), nbytes, handle, accessible);
+  memory_map().map(address_of(address), nbytes, handle, accessible);
 }
 
 }  // namespace ascendcl
@@ -87,7 +85,7 @@ ASCENDCL_API int aclrtReleaseMemAddress(void* address) {
   return call("aclrtReleaseMemAddress", {address}, [&] {
     check_given(address, "the address");
     const auto lock = memory_map().lock();
-    memory_map().release(number(address));
+    memory_map().release(address_of(address));
   });
 }
 
@@ -127,9 +125,9 @@ ASCENDCL_API int aclrtUnmapMem(void* address) {
     check_given(address, "the address");
     require_opened();
     // Driver rule 10: the device does not wait; who unmaps under queued work gets an asynchronous fault later.
-    const std::string pending = pending_work_at(number(address));
+    const std::string pending = pending_work_at(address_of(address));
     const auto lock = memory_map().lock();
-    memory_map().unmap(number(address));
+    memory_map().unmap(address_of(address));
     if (!pending.empty()) note_violation("aclrtUnmapMem", "no queued work on a page that is unmapped", pending);
   });
 }

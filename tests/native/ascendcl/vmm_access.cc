@@ -25,8 +25,6 @@ void check_shareable_type(int type) {
   if (type != kShareableDefault) fail(kNotSupported, text("shareable handles of type %d", type));
 }
 
-std::uint64_t number(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
-
 }  // namespace
 
 ASCENDCL_API int aclrtMemSetAccess(void* address, std::size_t nbytes, const AccessDescription* descriptions,
@@ -42,7 +40,7 @@ ASCENDCL_API int aclrtMemSetAccess(void* address, std::size_t nbytes, const Acce
       }
     }
     const auto lock = memory_map().lock();
-    memory_map().set_access(number(address), nbytes);
+    memory_map().set_access(address_of(address), nbytes);
   });
 }
 
@@ -52,7 +50,7 @@ ASCENDCL_API int aclrtMemGetAccess(void* address, const Location* location, std:
     check_given(location, "the location");
     check_given(flags, "the result");
     const auto lock = memory_map().lock();
-    const auto* extent = memory_map().find(number(address));
+    const auto* extent = memory_map().find(address_of(address));
     if (extent == nullptr) violate(kDriverError, "ask about mapped addresses", text("%p is not mapped", address));
     *flags = extent->second.accessible ? static_cast<std::uint64_t>(kAccessReadWrite) : 0;
   });
@@ -72,7 +70,7 @@ ASCENDCL_API int aclrtMemRetainAllocationHandle(void* address, void** handle) {
     check_given(handle, "the result");
     require_driver("retaining a handle");
     const auto lock = memory_map().lock();
-    *handle = memory_map().retain(number(address));
+    *handle = memory_map().retain(address_of(address));
     trace_output(*handle);
   });
 }
@@ -94,7 +92,7 @@ ASCENDCL_API int aclrtMemGetAddressRange(void* address, void** base, std::size_t
   return call("aclrtMemGetAddressRange", {address}, [&] {
     check_given(address, "the address");
     const auto lock = memory_map().lock();
-    const auto* extent = memory_map().find(number(address));
+    const auto* extent = memory_map().find(address_of(address));
     if (extent == nullptr) violate(kDriverError, "ask about mapped addresses", text("%p is not mapped", address));
     if (base != nullptr) *base = reinterpret_cast<void*>(extent->first);
     if (nbytes != nullptr) *nbytes = extent->second.nbytes;
