@@ -1,7 +1,7 @@
 """Execution spikes recorded from a real model, played back on a simulated accelerator whose KV cache is always wanted.
 
-The trace (data/execution_spikes.json) holds (tokens, rows, bytes) of steps of SmolLM2-135M on one core; a step here needs
-what the recorded step nearest in tokens needed. Two numbers count: steps that ran out, and budget that lay idle.
+The trace (data/execution_spikes.json) holds (tokens, rows, bytes) of steps of SmolLM2-135M on one core; a step here
+needs what the recorded step nearest in tokens needed. Two numbers count: steps that ran out, and budget that lay idle.
 """
 
 from __future__ import annotations
