@@ -220,6 +220,15 @@ def test_sequences_side_by_side(ops: NpuOps) -> None:
     assert (together - torch.cat([expected for _, expected in oracle])).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("llama_tied", "bfloat16"), ("llama", "float32")])
+def test_the_wide_head_counts_as_weights(ops: NpuOps, name: str, dtype: str) -> None:
+    folder = tiny_checkpoint(name)
+    model, other = build(folder, dtype, ops), build(folder, dtype)
+    widened = 320 * 64 * 2 if dtype == "bfloat16" else 0
+    assert model.weight_bytes == other.weight_bytes + widened
+    assert model.embedding.weight.dtype == (torch.float32 if name == "llama_tied" or not widened else torch.bfloat16)
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ call on npu tensors ─┬─ only looks, or asks for memory ───► torch_
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from npu.graphs import EmulatedGraphs, may_copy
 from npu.operators import FLOATS, References
 
+GRAPH_NAMES = ("NPUGraph", "graph", "graph_pool_handle")
 _MAKES_MEMORY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 
 
@@ -36,12 +38,20 @@ def alias(value: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=value.dtype).set_(flat, value.storage_offset(), value.shape, value.stride())
 
 
+def brought(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A kernel's result in new memory of the device, as a kernel would leave it there: no copy of the runtime's."""
+    there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    alias(there).copy_(value)
+    return there
+
+
 class ComputeOnHost(TorchDispatchMode):
-    """The table above, for the thread that enters it."""
+    """The table above, for the thread that enters it. `vendor_graphs` are torch.npu's own, which install() replaces."""
 
     def __init__(self, references: References) -> None:
         super().__init__()
         self.references = references
+        self.vendor_graphs = SimpleNamespace(**{name: getattr(torch.npu, name) for name in GRAPH_NAMES})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -78,7 +88,9 @@ class ComputeOnHost(TorchDispatchMode):
             found = func(*args, **kwargs)
 
         def back(value: Any) -> Any:
-            return originals.get(id(value), value.to(device)) if isinstance(value, torch.Tensor) else value
+            if not isinstance(value, torch.Tensor):
+                return value
+            return originals[id(value)] if id(value) in originals else brought(value, device)
 
         return tree_map(back, found)
 
@@ -120,6 +132,6 @@ def install(references: References | None = None) -> ComputeOnHost:
     """
     mode = ComputeOnHost(references or References(attention_dtypes=FLOATS))
     mode.__enter__()
-    for name in ("NPUGraph", "graph", "graph_pool_handle"):
+    for name in GRAPH_NAMES:
         setattr(torch.npu, name, getattr(EmulatedGraphs, name))
     return mode

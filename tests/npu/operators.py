@@ -11,6 +11,7 @@ other position is read, and what stands there may matter even where it is masked
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -88,9 +89,12 @@ class References:
         return getattr(self._bound, name)
 
     def run(self, name: str, *args: object, **kwargs: object) -> object:
-        """Operator `name` on cpu tensors, arguments already bound."""
+        """Operator `name` on cpu tensors, arguments already bound.
+
+        Besides SCHEMAS: the forms of attention that captures use, which torch_npu puts in the place of the plain one.
+        """
         self.calls.append(name)
-        return getattr(self, "_" + name.removeprefix("npu_"))(*args, **kwargs)
+        return getattr(self, "_" + name.removeprefix("_").removeprefix("npu_"))(*args, **kwargs)
 
     def _counted(self, name: str) -> Callable[..., object]:
         return lambda *args, **kwargs: self.run(name, *args, **kwargs)
@@ -178,18 +182,40 @@ class References:
             self._touched(value_cache[slot // block_size, slot % block_size]).copy_(value[token])
 
     def _fused_infer_attention_score(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        workspace: torch.Tensor | None = None,
+        out: Sequence[torch.Tensor] | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, ...]:
         require_types(self.attention_dtypes, query=query, key=key, value=value)
         require_contiguous(query=query, key=key, value=value)
-        call = PagedCall(query, key, value, **options)  # type: ignore[arg-type]
-        out = torch.empty_like(query)
+        require((workspace is None) == (out is None), "what is captured needs both, workspace and out")
+        call = PagedCall(query, key, value, **options)
+        attended, nothing = self._infer_output(query) if out is None else out
         first = 0
         for row, end in enumerate(call.actual_seq_lengths):
             if end > first:
-                out[first:end] = self._attend(call, row, (first, end))
+                attended[first:end] = self._attend(call, row, (first, end))
             first = end
-        return out, torch.zeros(1)
+        return attended, nothing
+
+    def _fused_infer_attention_score_get_max_workspace(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        PagedCall(*tensors, **options)
+        return torch.zeros(32, dtype=torch.uint8)
+
+    def _fused_infer_attention_score_infer_output(
+        self, query: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._infer_output(query)
+
+    @staticmethod
+    def _infer_output(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(attention, log-sum-exp that nobody asked for)."""
+        return torch.empty_like(query), torch.zeros(1)
 
     def _attend(self, call: PagedCall, row: int, span: tuple[int, int]) -> torch.Tensor:
         """The queries [first, end) of one sequence: their tokens are its last."""

@@ -94,6 +94,32 @@ def test_captured_steps_give_the_same_logits(mode: ComputeOnHost, model: Decoder
     graphs.close()
 
 
+@torch.inference_mode()
+def test_the_vendors_graphs_take_what_is_captured(mode: ComputeOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.npu's own graphs: the runtime breaks a capture at the first call that waits for the device.
+
+    Their replay runs nothing here; but rebinding makes each layer's attention again, with the lengths it is given.
+    """
+    model = build(tiny_checkpoint("llama"), "float32", NpuOps(0))
+    kv, seen, run = poisoned(model, 5), [], References.run
+
+    def noted(self: References, name: str, *args: object, **kwargs: object) -> object:
+        if name == "npu_fused_infer_attention_score":
+            seen.append((kwargs["actual_seq_lengths_kv"], "out" in kwargs))
+        return run(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(References, "run", noted)
+    graphs = DecodeGraphs(model, kv, GraphOptions(runtime=mode.vendor_graphs, sizes=(4,), max_context=256))
+    graphs.capture()
+    layers = model.config.num_layers
+    assert seen == [([1, 1, 1, 1], False)] * layers + [([128] * 4, True)] * layers
+    seen.clear()
+    logits = graphs.forward(batch_of([([7], 0, [1]), ([8], 130, [2, 3])], BLOCK))
+    assert logits is not None and logits.shape == (2, model.config.vocab_size)
+    assert seen == [([1, 131, 1, 1], True)] * layers
+    graphs.close()
+
+
 def test_a_call_the_vendor_would_refuse_is_refused_on_the_device(mode: ComputeOnHost) -> None:
     x = torch.ones(2, 8, device=NPU)
     with pytest.raises(OperatorError, match="types"):

@@ -42,7 +42,8 @@ class Decoder(ABC):
         ops.activation_dtype(self.dtype)  # refuses a type before any weight is read
         reader = WeightReader(weights, self.dtype)
         self._load(reader)
-        self.weight_bytes = reader.num_bytes
+        widened = self.head.weight.element_size() - self.dtype.itemsize  # some operators keep the head in float32
+        self.weight_bytes = reader.num_bytes + widened * self.head.columns * self.head.depth
 
     @abstractmethod
     def load_layer(self, weights: ModuleWeights, *, rope: torch.Tensor, window: int | None) -> Layer:
