@@ -244,7 +244,7 @@ class CacheOps:
     def reclaim(self) -> None:
         """A peer asks for bytes."""
         leaving = self.cache.forget_bytes(self.rng.choice((1, 500, 5000)))
-        assert leaving <= self.cache.bands()["kv_spare"]
+        assert leaving <= self.cache.bands()["mapped"]
 
     def close(self) -> None:
         """Growth is closed for a while."""
@@ -297,10 +297,17 @@ class CacheOps:
         self._mapped -= set(delta.unmap) - set(stuck)
         self._mapped |= set(delta.map) if mapped else set(delta.map) & set(stuck)
         size = self.cache.page_bytes
+        for source, target in delta.copies if mapped else ():
+            self._copy(source, target)
         for tensor, page in delta.unmap:
             width = self.cache.spec.tensors[tensor].bytes_per_block
             for block in range(page * size // width, -(-(page + 1) * size // width)):
                 self._memory.pop(block, None)
+
+    def _copy(self, source: int, target: int) -> None:
+        """A block's KV was copied; both lie on mapped pages."""
+        assert self._mapped.issuperset([*self._pages_of(source), *self._pages_of(target)]), f"{source} → {target}"
+        self._memory[target] = self._memory[source]
 
     def _check_caps(self, growth: int, free: int) -> None:
         """A delta that grows stays below every cap and leaves free what must stay free."""

@@ -85,7 +85,7 @@ class Campaign:
         )
         self.pool = PagePool(self.driver, page_bytes=PAGE_BYTES)
         self.arenas = [Arena(self.driver, self.pool, self.cache.num_blocks * width) for width in widths]
-        self.store = VirtualKvStore(self.arenas, self.pool, PAGE_BYTES, fence=lambda: None)
+        self.store = VirtualKvStore(self.arenas, self.pool, PAGE_BYTES, fence=lambda: None, block_bytes=widths)
         self.cache.observe(self.observe())
         self.scheduler = Scheduler(self.cache, StepLimits(tokens=64, sequences=4, chunk=16, prefill=None))
         self.alive: dict[int, Sequence] = {}

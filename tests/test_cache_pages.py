@@ -26,10 +26,12 @@ class Rank:
     """One rank's pages: arenas over a pool over a driver; `odds` is how often a call of a delta fails."""
 
     def __init__(self, cache: CacheManager, driver: Driver, rng: random.Random, *, fixed: bool) -> None:
-        self.pool = PagePool(driver, page_bytes=PAGE_BYTES, fixed_pages=DEVICE_PAGES if fixed else None)
+        self.page_bytes = driver.info().page_bytes
+        self.pool = PagePool(driver, page_bytes=self.page_bytes, fixed_pages=DEVICE_PAGES if fixed else None)
         tensors = cache.spec.tensors
         self.arenas = [Arena(driver, self.pool, cache.num_blocks * tensor.bytes_per_block) for tensor in tensors]
-        self.store = VirtualKvStore(self.arenas, self.pool, PAGE_BYTES, fence=lambda: None)
+        widths = [tensor.bytes_per_block for tensor in tensors]
+        self.store = VirtualKvStore(self.arenas, self.pool, self.page_bytes, fence=lambda: None, block_bytes=widths)
         self.odds = 0.0
         self.stuck = 0
         self._cache, self._driver, self._rng = cache, driver, rng
@@ -48,7 +50,7 @@ class Rank:
 
     def observe(self) -> Observation:
         owned, free = self.store.owned_bytes, self.store.free_handle_bytes
-        total = DEVICE_PAGES * PAGE_BYTES
+        total = DEVICE_PAGES * self.page_bytes
         return Observation(total=total, free=total - owned, owned=owned, free_handles=free)
 
     def close(self) -> None:
@@ -72,6 +74,9 @@ class PagedOps(CacheOps):
 
     def holds(self, block: int, content: tuple[object, ...]) -> bool:
         return all(peek(address, nbytes) == pattern(content, nbytes) for address, nbytes in self._places(block))
+
+    def _copy(self, source: int, target: int) -> None:
+        """The store has done it."""
 
     def _places(self, block: int) -> Iterator[tuple[int, int]]:
         for arena, tensor in zip(self._rank.arenas, self.cache.spec.tensors, strict=True):

@@ -43,5 +43,5 @@ def test_a_pool_that_forgets_what_the_driver_kept_is_caught(monkeypatch: pytest.
         return len(gone)
 
     monkeypatch.setattr(PagePool, "_destroy_free", forget)
-    with pytest.raises(AssertionError, match="left behind|are stuck"):
+    with pytest.raises(AssertionError, match=r"left behind|are stuck"):
         Campaign(1).run(1_000)

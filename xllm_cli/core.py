@@ -321,13 +321,17 @@ class PageRef(NamedTuple):
 
 
 class PageDelta(msgspec.Struct, frozen=True):
-    """The page changes of one step: unmap first, then map. Sorted, disjoint."""
+    """The page changes of one step: unmap first, then map. Sorted, disjoint.
+
+    `copies` follow them, before any row: the KV of block `a` goes to block `b` for each `(a, b)`, in every tensor.
+    """
 
     map: tuple[PageRef, ...] = ()
     unmap: tuple[PageRef, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.map or self.unmap)
+        return bool(self.map or self.unmap or self.copies)
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):

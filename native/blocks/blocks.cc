@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <map>
 #include <stdexcept>
 #include <string>
 
@@ -156,6 +157,19 @@ bool Widths::are_present(Block block) const {
   return true;
 }
 
+std::int64_t Widths::emptied_by(const std::vector<Block>& blocks) const {
+  std::int64_t emptied = 0;
+  for (const auto& pages : pages_) {
+    std::map<Page, std::int64_t> left;
+    for (const Block block : blocks) {
+      for (Page page = pages->first_page(block); page <= pages->last_page(block); ++page) {
+        emptied += --left.try_emplace(page, pages->live(page)).first->second == 0 ? pages->tensors : 0;
+      }
+    }
+  }
+  return emptied;
+}
+
 std::int64_t Widths::cost(Block block, const std::vector<Page>& seen, const std::vector<std::vector<Page>>& gone) const {
   std::int64_t total = 0;
   for (std::size_t i = 0; i < pages_.size(); ++i) {
@@ -198,6 +212,10 @@ std::vector<Block> BlockList::take_ready(std::int64_t count, Block near) {
   std::vector<Block> taken;
   taken.reserve(at(count));
   if (is_active(near) && ready_[at(group(near))] > 0) count -= take_from(group(near), count, taken);
+  while (count > 0 && is_active(near) && state(near + 1) == kReady) {
+    near = group_start(group(near + 1) + 1) - 1;
+    count -= take_from(group(near), count, taken);
+  }
   while (count > 0) count -= take_from(by_use_.front(by_use_.highest()), count, taken);
   return taken;
 }
@@ -396,6 +414,70 @@ std::vector<Block> BlockList::blocks_in(Block start, Block stop, State state) co
     if (states_[at(block)] == state) found.push_back(block);
   }
   return found;
+}
+
+std::pair<std::int64_t, std::int64_t> BlockList::pinned() const {
+  std::int64_t groups = 0, slots = 0;
+  for (std::int64_t group = 0; group < static_cast<std::int64_t>(held_.size()); ++group) {
+    if (held_[at(group)] == 0) continue;
+    ++groups;
+    slots += std::min(group_start(group + 1), num_blocks) - group_start(group) - held_[at(group)];
+  }
+  return {groups, slots};
+}
+
+std::vector<Block> BlockList::targets(bool cold, std::int64_t limit) const {
+  std::vector<Block> kept, open;  // of groups with held blocks, and of others; ascending
+  for (Block block = 0; block < activated(); ++block) {
+    if (!is_target(block, cold)) continue;
+    auto& list = held_[at(group(block))] > 0 ? kept : open;
+    if (std::ssize(list) < limit) list.push_back(block);
+  }
+  kept.insert(kept.end(), open.begin(), open.end());
+  return kept;
+}
+
+std::int64_t BlockList::gain(const std::vector<std::pair<Block, Block>>& moves, std::int64_t pages) const {
+  std::vector<Block> from, to;
+  for (const auto& [source, target] : moves) {
+    from.push_back(source);
+    to.push_back(target);
+  }
+  std::sort(to.begin(), to.end());
+  std::vector<Page> seen(widths_->size(), -1);
+  std::int64_t opened = 0;
+  for (const Block block : to) {
+    opened += widths_->cost(block, seen, std::vector<std::vector<Page>>(widths_->size()));
+    widths_->accept(block, seen);
+  }
+  return opened <= pages ? widths_->emptied_by(from) - opened : 0;
+}
+
+std::vector<std::pair<Block, Block>> BlockList::moves(std::int64_t limit, std::int64_t pages) const {
+  const auto choose = [&](bool cold) {
+    const std::vector<Block> to = targets(cold, limit);
+    std::vector<std::pair<Block, Block>> found;
+    for (Block block = activated() - 1; block >= 0 && std::ssize(found) < std::min<std::int64_t>(limit, std::ssize(to));
+         --block) {
+      if (states_[at(block)] != kCached || held_[at(group(block))] > 0) continue;
+      const Block target = to[found.size()];
+      if (held_[at(group(target))] == 0 && target >= block) break;
+      found.emplace_back(block, target);
+    }
+    return found;
+  };
+  auto found = choose(false);
+  if (!found.empty() || pages <= 0) return found;
+  found = choose(true);
+  while (!found.empty() && gain(found, pages) <= 0) found.resize(found.size() / 2);
+  return found;
+}
+
+void BlockList::move(Block from, Block to) {
+  if (state(from) != kCached || state(to) != kHeld) throw std::logic_error("a move of blocks that were not prepared");
+  references_[at(to)] = 0;
+  cache(to);
+  free_cached({from});
 }
 
 std::vector<std::vector<std::int64_t>> BlockList::group_totals() const {

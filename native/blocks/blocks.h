@@ -125,6 +125,7 @@ class Widths {
   const Pages& pages(std::size_t width) const { return *pages_[width]; }
 
   bool are_present(Block block) const;
+  std::int64_t emptied_by(const std::vector<Block>& blocks) const;  // pages that only these live blocks keep
   std::int64_t cost(Block block, const std::vector<Page>& seen, const std::vector<std::vector<Page>>& gone) const;
   Block accept(Block block, std::vector<Page>& seen) const;  // blocks up to the returned one cost nothing more
   std::size_t size() const { return pages_.size(); }
@@ -152,8 +153,8 @@ class BlockList {
   const std::vector<std::uint8_t>& states() const { return states_; }
 
   void take_padding();
-  // REQUIRES num_ready() >= count. From the page that `near` begins on while it has ready blocks, then from the
-  // fullest pages. `near` kNone: no page is preferred.
+  // REQUIRES num_ready() >= count. From the page that `near` begins on while it has ready blocks, then from the pages
+  // that follow it, then from the fullest. `near` kNone: no page is preferred.
   std::vector<Block> take_ready(std::int64_t count, Block near);
   Cold cold(std::int64_t count, std::int64_t pages, const std::vector<std::pair<std::size_t, Page>>& gone);
   // Exactly `count` cold blocks, lowest ids first, for at most `pages` more pages; none if there are not as many.
@@ -176,6 +177,13 @@ class BlockList {
   bool is_idle(std::int64_t group) const { return idle_.level(group) == 0; }
   bool is_any(Block start, Block stop, State state) const;
   std::vector<Block> blocks_in(Block start, Block stop, State state) const;
+  // (groups with held blocks, blocks of these groups that are not held): pages that stay whatever is forgotten.
+  std::pair<std::int64_t, std::int64_t> pinned() const;
+  // At most `limit` moves (from a cached block, to a free one): the highest cached blocks of groups without held ones go
+  // to free blocks of groups with, then to the lowest. Targets are ready; with `pages` > 0 also cold ones that open at
+  // most so many pages, if more are emptied than opened. Changes nothing.
+  std::vector<std::pair<Block, Block>> moves(std::int64_t limit, std::int64_t pages) const;
+  void move(Block from, Block to);  // REQUIRES from cached, to held: now it is the other that is cached, `from` is free
   std::vector<std::vector<std::int64_t>> group_totals() const;  // used, held, ready, list it is on
   Block cold_from() const { return cold_from_; }
 
@@ -187,6 +195,9 @@ class BlockList {
   void free(const std::vector<Block>& blocks, State before);
   void settle_run(Block start, Block stop);
   std::int64_t take_from(std::int64_t group, std::int64_t count, std::vector<Block>& taken);
+  bool is_target(Block block, bool cold) const { return state(block) == kReady || (cold && state(block) == kCold); }
+  std::vector<Block> targets(bool cold, std::int64_t limit) const;
+  std::int64_t gain(const std::vector<std::pair<Block, Block>>& moves, std::int64_t pages) const;
   Block next_cold(Block start) const;
   Block end_of_cold(Block start, Block end) const;
 

@@ -116,5 +116,8 @@ NB_MODULE(_blocks, module) {
       .def("blocks_in", [](const BlockList& list, Block start, Block stop, int state) {
         return list.blocks_in(start, stop, static_cast<State>(state));
       }, "start"_a, "stop"_a, "state"_a)
+      .def("pinned", &BlockList::pinned)
+      .def("moves", &BlockList::moves, "limit"_a, "pages"_a)
+      .def("move", &BlockList::move, "source"_a, "target"_a)
       .def("group_totals", &BlockList::group_totals);
 }

@@ -41,7 +41,9 @@ class Account:
     def observe(self, observations: tuple[Observation, ...]) -> None:
         """What every rank saw, after all that was acknowledged so far."""
         self._observations = observations
-        self._use(created=0)
+        self._headroom = None
+        if self._usage.created:
+            self._use(created=0)
 
     def moved(self, *, kv_mapped: int, created: int) -> None:
         """KV pages are mapped in all, of which `created` bytes more than before (or fewer: that is not counted on)."""

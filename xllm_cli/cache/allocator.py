@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from xllm_cli.cache.account import Account, GrowthGate
 from xllm_cli.cache.blocks import BlockPool, Cold
+from xllm_cli.cache.compaction import Compactor
 from xllm_cli.cache.pages import runs_of
 from xllm_cli.cache.prefix import PrefixIndex
 from xllm_cli.cache.report import CacheCounters
@@ -24,12 +25,22 @@ NO_COLD = Cold([], 0)
 class Allocator:
     """Takes, gives back and reclaims blocks."""
 
-    def __init__(self, residency: Residency, pool: BlockPool, account: Account, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        pool: BlockPool,
+        account: Account,
+        *,
+        bytes_per_block: int,
+        clock: Callable[[], float],
+    ) -> None:
         self.residency = residency
         self.pool = pool
         self.index = PrefixIndex(self.pool.page_use)
+        self.compactor = Compactor(residency, pool, self.index, bytes_per_block=bytes_per_block)
         self.gate = GrowthGate()
         self.counters = CacheCounters()
+        self._hopeless = (0, 0, 0)
         self._clock = clock
         self._account = account
 
@@ -176,24 +187,68 @@ class Allocator:
             self.pool.settle_pages()
 
     def reclaim(self, nbytes: int) -> int:
-        """Make up to `nbytes` (rounded up to pages) leave with the next delta: spares, then the pages that only idle
-        blocks keep, longest idle first. Returns the bytes that leave; less than asked when there is no more."""
-        residency, pool = self.residency, self.pool
+        """Make up to `nbytes` (rounded up to pages) leave: spares, then what the least recently used idle blocks keep.
+
+        Returns the bytes that leave with the next delta, and those that leave with the ones after it, once the idle
+        blocks that stay have been moved together. Less than asked when there is no more.
+        """
+        residency = self.residency
         if nbytes <= 0 or not residency.reclaims:
             return 0
         start = residency.leaving_pages
         target = start - (-nbytes // residency.page_bytes)
-        residency.give_up_pages(target - residency.leaving_pages)
-        self.pool.settle_pages()
-        for group in pool.idle_groups() if residency.leaving_pages < target else ():
-            if pool.is_idle(group) and not pool.is_page_held(group):
-                self._forget_group(group)
-                residency.give_up_pages(target - residency.leaving_pages)
-                self.pool.settle_pages()
-                if residency.leaving_pages >= target:
-                    break
+        self._give_up_to(target)
+        if residency.leaving_pages < target:
+            self._forget_least_used(target - residency.leaving_pages)
+            self._give_up_to(target)
+        moving = 0
+        if residency.leaving_pages < target:
+            moving = self.compactor.promise(target - residency.leaving_pages)
+            if not moving:
+                self._forget_whole_pages(target)
         self.pay()
-        return (residency.leaving_pages - start) * residency.page_bytes
+        return (residency.leaving_pages - start + moving) * residency.page_bytes
+
+    def relieve(self) -> None:
+        """While slack is negative, idle blocks give way. Once nothing does any good, wait until something changes."""
+        slack = self.slack
+        if slack < 0 and not self.reclaim(-slack * self.residency.page_bytes):
+            self._hopeless = slack, self.index.num_idle, self.pool.num_held
+
+    @property
+    def can_relieve(self) -> bool:
+        """Whether relieve() would do something that it has not just tried in vain."""
+        if not self.residency.reclaims or not self.index.num_idle:
+            return False
+        slack = self.slack
+        return slack < 0 and self._hopeless != (slack, self.index.num_idle, self.pool.num_held)
+
+    def _give_up_to(self, target: int) -> None:
+        """Spares leave until `target` pages do."""
+        self.residency.give_up_pages(target - self.residency.leaving_pages)
+        self.pool.settle_pages()
+
+    def _forget_least_used(self, pages: int) -> None:
+        """Forget so many idle blocks that the others, once moved together, need `pages` pages less. Pages that held
+        blocks keep stay anyway: what fits beside those is kept."""
+        residency, pool = self.residency, self.pool
+        stays = (
+            residency.mapped_pages + residency.missing_pages - residency.leaving_pages - residency.spare_pages - pages
+        )
+        _, beside = pool.pinned()
+        elsewhere = residency.packed_blocks(stays * residency.page_bytes) - pool.first_block - pool.num_held - beside
+        surplus = self.index.num_idle - beside - max(0, elsewhere)
+        if surplus > 0:
+            self._forget(self.index.evict(surplus))
+
+    def _forget_whole_pages(self, target: int) -> None:
+        """Forget the blocks of pages that only idle blocks keep, longest idle first, until `target` pages leave."""
+        for group in self.pool.idle_groups():
+            if self.pool.is_idle(group) and not self.pool.is_page_held(group):
+                self._forget_group(group)
+                self._give_up_to(target)
+                if self.residency.leaving_pages >= target:
+                    break
 
     def _forget_group(self, group: int) -> None:
         for block in self.pool.cached_in(group):

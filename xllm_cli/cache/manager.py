@@ -56,7 +56,9 @@ class CacheManager:
         padding = residency.pages_of(self._pool.padding_runs) * residency.page_bytes
         usage = Usage(kv_mapped=residency.mapped_bytes, state=options.state_bytes, padding=padding)
         self._account = Account(limits, usage)
-        self._allocator = Allocator(residency, self._pool, self._account, clock=options.clock)
+        self._allocator = Allocator(
+            residency, self._pool, self._account, bytes_per_block=spec.bytes_per_block, clock=options.clock
+        )
         self._residency = residency
         self.counters = self._allocator.counters
         self._index = self._allocator.index
@@ -147,17 +149,25 @@ class CacheManager:
     def plan_delta(self, now: float) -> PageDelta:
         """Close a plan: the page changes it needs. `now` is in seconds of the clock. O(pages that change).
 
-        Above the headroom (it may be negative) idle blocks are forgotten so that their pages leave with this delta.
+        Above the headroom (it may be negative) idle blocks are forgotten so that their pages leave, with this delta or,
+        once the others have been moved together, with the next ones.
         """
-        self._relieve()
+        self._allocator.relieve()
         self._residency.expire(now)
         self._pool.settle_pages()
         self._index.tick()
-        return self._residency.delta(now)
+        compactor = self._allocator.compactor
+        due = compactor.due(now)
+        if due is not None and due <= now:
+            compactor.begin(0 if self.growth_is_closed else self._allocator.slack)
+        return self._residency.delta(now, compactor.moves)
 
     def acknowledge(self, delta: PageDelta, stuck: Sequence[PageRef] = ()) -> None:
         """Every rank did the delta, save the unmaps in `stuck`. Call before observe() of the same step."""
         self._apply(delta.map, delta.unmap, stuck)
+        if delta.copies:
+            self._allocator.compactor.finish()
+            self._allocator.pay()
         if delta.map:
             self._allocator.gate.succeeded()
 
@@ -166,12 +176,16 @@ class CacheManager:
 
         Closes growth for 10 ms, doubling to 1 s until a map succeeds.
         """
+        if delta.copies:
+            self._allocator.compactor.undo()
         undone = set(stuck)
         self._apply([ref for ref in delta.map if ref in undone], delta.unmap, stuck)
         self.counters.map_failures += 1
         self._allocator.gate.failed(self._clock())
 
     def _apply(self, mapped: Sequence[PageRef], unmap: Sequence[PageRef], stuck: Sequence[PageRef]) -> None:
+        if not mapped and not unmap:
+            return
         failed = set(stuck)
         unmapped = [ref for ref in unmap if ref not in failed]
         self._residency.apply(mapped=mapped, unmapped=unmapped, failed=[ref for ref in unmap if ref in failed])
@@ -205,7 +219,9 @@ class CacheManager:
     def next_deadline(self, now: float) -> float | None:
         """When plan_delta() or grow() will answer otherwise though nothing else happens: a spare expires, a stuck page
         is due, growth opens. `now` if a delta is due already, None if never."""
-        due = [self._residency.next_deadline(now)]
+        due = [self._residency.next_deadline(now), self._allocator.compactor.due(now)]
+        if self._allocator.can_relieve:
+            return now
         if self._allocator.gate.is_closed(now):
             due.append(self._allocator.gate.closed_until)
         return min((time for time in due if time is not None), default=None)
@@ -291,13 +307,16 @@ class CacheManager:
         """
         if not self._residency.reclaims:
             return 0
-        self._relieve()
+        self._allocator.relieve()
         pages = self._account.headroom().caps // self._residency.page_bytes
         over = self._residency.missing_pages - self._residency.leaving_pages - pages
+        if over > 0 and self._allocator.compactor.waste_pages():
+            return 0  # pages are about to be emptied
         return max(0, over) * self._residency.page_bytes
 
     def forget_bytes(self, nbytes: int) -> int:
-        """Give up spares and idle blocks, whole pages at a time; returns the bytes that leave with the next delta."""
+        """Give up spares and idle blocks, least recently used first; returns the bytes that leave with the next deltas:
+        the blocks that stay may have to be moved together before."""
         return self._allocator.reclaim(nbytes)
 
     def forget_all(self) -> int:
@@ -306,11 +325,6 @@ class CacheManager:
         Blocks in use stay with their sequences, and are never published again.
         """
         return self._allocator.forget_all()
-
-    def _relieve(self) -> None:
-        slack = self._allocator.slack
-        if slack < 0:
-            self._allocator.reclaim(-slack * self._residency.page_bytes)
 
     # --- report -----------------------------------------------------------------------------------------------------
 

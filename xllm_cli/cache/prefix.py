@@ -148,6 +148,13 @@ class PrefixIndex:
         self._touch(entry)
         return entry
 
+    def move(self, block: int, target: int) -> None:
+        """An idle entry's KV lies in another block now."""
+        entry = self.by_block.pop(block)
+        assert entry.is_idle and target not in self.by_block
+        entry.block = target
+        self.by_block[target] = entry
+
     def confirm(self, entry: Entry) -> None:
         """The plan ran: a provisional entry is a lasting one."""
         entry.provisional = False

@@ -17,6 +17,7 @@ Totals count every tensor's page once, so that bytes are pages times `page_bytes
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+
 from xllm_cli._blocks import Widths
 from xllm_cli.cache.pages import Geometry, Run, WidthPages
 from xllm_cli.core import CacheSpec, PageDelta, PageRef
@@ -57,6 +58,11 @@ class Residency:
     @property
     def mapped_bytes(self) -> int:
         return self.mapped_pages * self.page_bytes
+
+    @property
+    def wanted_pages(self) -> int:
+        """Pages, over all tensors, that live blocks touch, and those stuck."""
+        return self.mapped_pages + self.missing_pages - self.leaving_pages - self.spare_pages
 
     @property
     def unwanted_bytes(self) -> int:
@@ -138,14 +144,19 @@ class Residency:
             total += len(touched) * len(pages.tensors)
         return total
 
+    def packed_pages(self, num_blocks: int) -> int:
+        """The pages, over all tensors, of so many blocks packed from block 0 on."""
+        if num_blocks <= 0:
+            return 0
+        return sum((pages.last_page(num_blocks - 1) + 1) * len(pages.tensors) for pages in self.widths)
+
     def packed_blocks(self, nbytes: int) -> int:
         """The most blocks whose pages, packed from block 0 on, fit `nbytes`."""
         room = nbytes // self.page_bytes
         low, high = 0, max(0, nbytes) // sum(pages.width * len(pages.tensors) for pages in self.widths)
         while low < high:
             middle = (low + high + 1) // 2
-            needed = sum((pages.last_page(middle - 1) + 1) * len(pages.tensors) for pages in self.widths)
-            low, high = (middle, high) if needed <= room else (low, middle - 1)
+            low, high = (middle, high) if self.packed_pages(middle) <= room else (low, middle - 1)
         return low
 
     # --- spares -----------------------------------------------------------------------------------------------------
@@ -183,7 +194,7 @@ class Residency:
 
     # --- the delta --------------------------------------------------------------------------------------------------
 
-    def delta(self, now: float) -> PageDelta:
+    def delta(self, now: float, copies: tuple[tuple[int, int], ...] = ()) -> PageDelta:
         """The page changes that make `mapped` what is wanted, plus the spares. O(pages that change)."""
         to_map: list[PageRef] = []
         to_unmap: list[PageRef] = []
@@ -195,7 +206,7 @@ class Residency:
             for page in pages.leaving:
                 stuck = {} if retry else pages.stuck.get(page, {})
                 to_unmap += [PageRef(tensor, page) for tensor in pages.mapped_tensors(page) if tensor not in stuck]
-        return PageDelta(tuple(sorted(to_map)), tuple(sorted(to_unmap)))
+        return PageDelta(tuple(sorted(to_map)), tuple(sorted(to_unmap)), copies)
 
     def apply(self, *, mapped: Sequence[PageRef], unmapped: Sequence[PageRef], failed: Sequence[PageRef]) -> None:
         """What the ranks did: pages mapped, pages unmapped, and pages whose unmap failed (they stay mapped)."""

@@ -161,7 +161,8 @@ def _open_store(start: Start, spec: CacheSpec, size: CacheSize) -> KvStore:
     )
     opened.callback(pool.close)
     arenas = [opened.enter_context(closing(Arena(start.driver, pool, nbytes, device.dlpack))) for nbytes in sizes]
-    return VirtualKvStore(arenas, pool, page_bytes, fence=device.fence)
+    widths = [tensor.bytes_per_block for tensor in spec.tensors]
+    return VirtualKvStore(arenas, pool, page_bytes, fence=device.fence, block_bytes=widths)
 
 
 def meeting_place(config: Config, device: Device) -> Path:

@@ -31,7 +31,7 @@ class KvStore(Protocol):
     """Where the KV tensors live."""
 
     def apply(self, delta: PageDelta, keep_free: int) -> DeltaOutcome:
-        """Unmap, then map; on failure undo the maps. `keep_free`: bytes that growth leaves free on the device."""
+        """Unmap, map, then copy; on failure undo the maps. `keep_free`: bytes that growth leaves free on the device."""
         ...
 
     def mapped_of(self, pages: Iterable[PageRef]) -> list[PageRef]:
@@ -80,8 +80,18 @@ class TensorRange(Protocol):
 class VirtualKvStore:
     """KV tensors in arenas of a page pool."""
 
-    def __init__(self, arenas: Sequence[Arena], pool: PagePool, page_bytes: int, *, fence: Callable[[], None]) -> None:
-        """`fence` returns when the device no longer works on any page: nothing is unmapped before."""
+    def __init__(
+        self,
+        arenas: Sequence[Arena],
+        pool: PagePool,
+        page_bytes: int,
+        *,
+        fence: Callable[[], None],
+        block_bytes: Sequence[int] = (),
+    ) -> None:
+        """`fence` returns when the device no longer works on any page: nothing is unmapped before. `block_bytes`, each
+        tensor's bytes of a block, are needed for deltas with copies."""
+        self._block_bytes = list(block_bytes)
         self._fence = fence
         self._arenas = list(arenas)
         self._pool = pool
@@ -92,16 +102,24 @@ class VirtualKvStore:
         if delta.unmap:
             self._fence()
         stuck = self._unmap(delta.unmap)
-        if not delta.map:
-            return DeltaOutcome(True, stuck)
         try:
-            handles = self._pool.take(len(delta.map), keep_free=keep_free)
-            if handles is None:
-                return DeltaOutcome(False, stuck, self._pool.last_shortage)
-            self._map(delta.map, handles)
+            if delta.map:
+                handles = self._pool.take(len(delta.map), keep_free=keep_free)
+                if handles is None:
+                    return DeltaOutcome(False, stuck, self._pool.last_shortage)
+                self._map(delta.map, handles)
         except VmmError as error:  # the device refused: as unavailable as a shortage, and the text says which
             return DeltaOutcome(False, stuck + self._unmap(self.mapped_of(delta.map)), str(error))
+        if delta.copies:
+            self._copy(delta.copies)
         return DeltaOutcome(True, stuck)
+
+    def _copy(self, copies: Iterable[tuple[int, int]]) -> None:
+        """The KV of each first block goes to the second; both are mapped. The views are dropped at once."""
+        for arena, width in zip(self._arenas, self._block_bytes, strict=True):
+            blocks = arena.tensor(torch.uint8, (arena.nbytes // width, width))
+            for source, target in copies:
+                blocks[target].copy_(blocks[source])
 
     def _map(self, pages: Iterable[PageRef], handles: list[int]) -> None:
         """Map tensor by tensor; what a failing arena did not take goes back to the pool before the error leaves."""
