@@ -86,7 +86,7 @@ class CacheManager:
 
     def fits(self, num_blocks: int, table: BlockTable | None = None) -> bool:
         """Whether grow() could give `table` (None: a new one) so many more blocks now. Changes nothing."""
-        return self._allocator.fits(table.blocks if table else (), num_blocks)
+        return not self._is_beyond_limit(num_blocks) and self._allocator.fits(table.blocks if table else (), num_blocks)
 
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
         """Make `table` cover positions `[0, num_tokens)`.
@@ -96,7 +96,7 @@ class CacheManager:
         """
         short = self.blocks_for(num_tokens) - len(table.blocks)
         if short > 0:
-            taken = self._allocator.take(table.blocks, short)
+            taken = None if self._is_beyond_limit(short) else self._allocator.take(table.blocks, short)
             if taken is None:
                 return False
             table.blocks += taken
@@ -306,13 +306,23 @@ class CacheManager:
         Never more than 0 for want of free memory: rows that need nothing are not preempted for a neighbour.
         """
         if not self._residency.reclaims:
-            return 0
+            over = self._bytes_in_use() - (self.limits.limit or 0)
+            return max(0, over) if self.limits.limit is not None else 0
         self._allocator.relieve()
         pages = self._account.headroom().caps // self._residency.page_bytes
         over = self._residency.missing_pages - self._residency.leaving_pages - pages
         if over > 0 and self._allocator.compactor.waste_pages():
             return 0  # pages are about to be emptied
         return max(0, over) * self._residency.page_bytes
+
+    def _bytes_in_use(self, more_blocks: int = 0) -> int:
+        return (self._pool.num_held + self._pool.first_block + more_blocks) * self.spec.bytes_per_block
+
+    def _is_beyond_limit(self, num_blocks: int) -> bool:
+        """So many more blocks would pass the limit of a physical cache: its memory stays, but requests use less of it.
+        A virtual cache counts pages instead."""
+        limit = self.limits.limit
+        return limit is not None and not self._residency.reclaims and self._bytes_in_use(num_blocks) > limit
 
     def forget_bytes(self, nbytes: int) -> int:
         """Give up spares and idle blocks, least recently used first; returns the bytes that leave with the next deltas:
