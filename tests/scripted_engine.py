@@ -162,7 +162,7 @@ class ScriptedEngine:
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
-            memory=VmmReport(mapped=1 << 21, possible=1 << 22, ranks=[{"mapped": 1 << 21}]),
+            memory=VmmReport(mapped=1 << 21, kv_idle=1 << 21, possible=1 << 22, ranks=[{"mapped": 1 << 21}]),
             counters=Counters(**self.counters),
             num_running=len(self.running),
         )
