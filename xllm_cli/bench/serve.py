@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from xllm_cli.bench import neighbours
 from xllm_cli.bench.load import Address, LoadResult, Workload, run_load
 from xllm_cli.bench.servers import Server, counters, memory
 from xllm_cli.errors import ConfigError
@@ -47,6 +48,9 @@ Runs = dict[tuple[str, int], list[Run]]
 @click.group()
 def group() -> None:
     """Measurements; each says what it compares."""
+
+
+group.add_command(neighbours.command)
 
 
 @group.command("serve", context_settings={"ignore_unknown_options": True})

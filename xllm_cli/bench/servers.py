@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,15 @@ class ServerFailed(XllmError):
 class Server:
     """One `xllm serve` on loopback. Use it as a context manager: leaving stops it."""
 
-    def __init__(self, flags: list[str], *, log: Path) -> None:
+    def __init__(
+        self, flags: list[str], *, log: Path, within: Callable[[list[str]], list[str]] = lambda command: command
+    ) -> None:
+        """`within` makes the command that starts it somewhere of the command that starts it."""
         self.address = Address("127.0.0.1", _free_port())
         self.start_seconds = 0.0
         self._log = log
         listen = [f"--host={self.address.host}", f"--port={self.address.port}"]
-        self._command = [sys.executable, "-c", LAUNCH, "serve", *flags, *listen]
+        self._command = within([sys.executable, "-c", LAUNCH, "serve", *flags, *listen])
 
     def __enter__(self) -> Server:
         """Start and wait until ready; `start_seconds` is the time that took. Raises ServerFailed."""
@@ -110,10 +114,16 @@ def memory(address: Address) -> dict[str, Any]:
     return answer
 
 
-def _get(address: Address, path: str) -> bytes:
-    with urllib.request.urlopen(f"http://{address.authority}{path}", timeout=QUERY_SECONDS) as answer:
-        body: bytes = answer.read()
-    return body
+def order(address: Address, path: str, body: dict[str, int]) -> dict[str, Any]:
+    """POST of an admin route, such as /vmm/limit."""
+    answer: dict[str, Any] = json.loads(_get(address, path, json.dumps(body).encode()))
+    return answer
+
+
+def _get(address: Address, path: str, body: bytes | None = None) -> bytes:
+    with urllib.request.urlopen(f"http://{address.authority}{path}", body, timeout=QUERY_SECONDS) as answer:
+        content: bytes = answer.read()
+    return content
 
 
 def _free_port() -> int:
