@@ -1,6 +1,6 @@
 """The loop's body: one step from requests to tokens. One thread owns everything here; there are no locks.
 
-Names the stages and decides what a request may ask for; scheduling, memory and execution are the scheduler's, the
+Names the stages; what a request may ask for, scheduling, memory and execution are the admission's, the scheduler's, the
 cache manager's and the group's business.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from xllm_cli.cache.manager import CacheManager
-from xllm_cli.core import ErrorInfo, LimitedBy, Output, Request, Snapshot, StepEvents, StepPlan, StepResult
+from xllm_cli.core import ErrorInfo, Output, Request, Snapshot, StepEvents, StepPlan, StepResult
+from xllm_cli.engine.admission import Admission, ServingLimits
 from xllm_cli.engine.grammar import Grammars, wait_for
 from xllm_cli.engine.notices import Notices
 from xllm_cli.engine.report import Reporter
@@ -28,28 +28,6 @@ log = logging.getLogger(__name__)
 GRAMMAR_SECONDS = 0.005  # the most a step waits for grammars; those that think for longer miss it
 COMPILE_POLL_SECONDS = 0.005
 MEMORY_POLL_SECONDS = 0.05  # while a request waits for memory, look again this often (DESIGN.md §8)
-
-
-# what to change when a request can never fit, by what caps it
-MORE_ROOM: Mapping[LimitedBy, str] = {
-    "arena": "raise --max_memory_utilization",
-    "max_memory_utilization": "raise --max_memory_utilization",
-    "max_cache_size": "raise --max_cache_size",
-    "limit": "raise the limit",
-    "pool": "raise --max_cache_size or --max_memory_utilization",
-    "free_memory": "use a device with more memory (on cpu: raise --host_memory_bytes)",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ServingLimits:
-    """What one request may ask for, and how long the head of the queue waits for memory with nothing running."""
-
-    max_model_len: int
-    vocab_size: int
-    longest_prompt: int
-    memory_wait_seconds: float
-    random_seed: int
 
 
 class Engine:
@@ -72,6 +50,7 @@ class Engine:
         self._limits = limits
         self._reporter = reporter
         self._clock = clock
+        self._admission = Admission(cache, limits)
         self._grammars = grammars
         self._sequences: dict[str, Sequence] = {}
         self._guided: dict[str, Sequence] = {}  # those with a grammar
@@ -86,7 +65,8 @@ class Engine:
     def submit(self, request: Request) -> Output | None:
         """Queue a request; an error output if it can never be served."""
         try:
-            max_tokens = self._check(request)
+            self._check_id(request.request_id)
+            max_tokens = self._admission.check(request)
         except RequestError as error:
             return refusal(request.request_id, error)
         self._arrivals += 1
@@ -273,53 +253,9 @@ class Engine:
 
     # --- one request
 
-    def _check(self, request: Request) -> int:
-        """The sequence's token limit; RequestError if the request can never be served."""
-        limits, prompt, asked = self._limits, len(request.prompt_ids), request.sampling.max_tokens
-        if not prompt:
-            raise RequestError("the prompt is empty", param="prompt")
-        least = 1 if request.sampling.prompt_logprobs is None else 0
-        if asked is not None and asked < least:
-            raise RequestError(f"max_tokens is {asked}; it must be at least {least}, or unset", param="max_tokens")
-        if request.request_id in self._sequences:
-            raise RequestError(f"request id {request.request_id!r} is already in use", status=409, code="duplicate_id")
-        bad = next((t for t in request.prompt_ids if not 0 <= t < limits.vocab_size), None)
-        if bad is not None:
-            raise RequestError(f"token id {bad} is not in the vocabulary of {limits.vocab_size}", param="prompt")
-        wanted = 1 if asked is None else asked
-        if prompt + wanted > limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {prompt} tokens and max_tokens is {wanted}: together more than the context of "
-                f"{limits.max_model_len} tokens",
-                code="context_length_exceeded",
-                param="prompt",
-            )
-        if prompt > limits.longest_prompt:
-            raise RequestError(
-                f"the prompt has {prompt} tokens; without --enable_chunked_prefill it must fit into "
-                f"--max_tokens_per_batch={limits.longest_prompt}",
-                code="context_length_exceeded",
-                param="prompt",
-            )
-        return self._clip_to_memory(prompt, asked)
-
-    def _clip_to_memory(self, prompt: int, asked: int | None) -> int:
-        """Refuse what could not fit even alone; clip a length that was not asked for (DESIGN.md §7)."""
-        possible = self._cache.possible_tokens()
-        # the last token's KV is never written
-        if prompt + (asked or 1) - 1 > possible:
-            needed = self._bytes_for(prompt + (asked or 1) - 1)
-            raise RequestError(
-                f"the request needs {needed} bytes of KV cache for {prompt} prompt tokens and max_tokens {asked or 1}; "
-                f"at most {self._cache.possible_bytes()} bytes ({possible} tokens) are possible. Lower max_tokens, or "
-                f"{MORE_ROOM[self._cache.possible_limited_by()]}",
-                code="kv_capacity_exceeded",
-                param="max_tokens" if asked else "prompt",
-            )
-        return min(self._limits.max_model_len - prompt, possible + 1 - prompt) if asked is None else asked
-
-    def _bytes_for(self, tokens: int) -> int:
-        return self._cache.blocks_for(tokens) * self._cache.spec.bytes_per_block
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._sequences:
+            raise RequestError(f"request id {request_id!r} is already in use", status=409, code="duplicate_id")
 
     def _seed(self, request: Request) -> int:
         if request.sampling.seed is not None:
@@ -360,29 +296,7 @@ class Engine:
         if now - max(self._starved_since, head.queued_at) < self._limits.memory_wait_seconds:
             return []
         self.abort(head.request.request_id)
-        return [refusal(head.request.request_id, self._shortage(head))]
-
-    def _needed_bytes(self, sequence: Sequence) -> int:
-        """KV bytes that admit a waiting sequence: its prompt and one block."""
-        return self._bytes_for(min(len(sequence.tokens) + self._cache.block_size, sequence.most_positions))
-
-    def _shortage(self, sequence: Sequence) -> RequestError:
-        needed, headroom = self._needed_bytes(sequence), self._cache.headroom()
-        if shortage := self._scheduler.pace.shortage:
-            return RequestError(
-                f"no memory to compute in for {self._limits.memory_wait_seconds:g} s: {shortage}. "
-                "Raise --vmm_memory_reserve_bytes, so that the KV cache leaves more",
-                status=503,
-                code="execution_memory_unavailable",
-                retry_after=max(1, round(self._limits.memory_wait_seconds)),
-            )
-        return RequestError(
-            f"no memory for {self._limits.memory_wait_seconds:g} s: {needed} bytes of KV cache are needed, "
-            f"{max(0, headroom.bytes)} may be mapped now (limited by {headroom.limited_by})",
-            status=503,
-            code="kv_memory_unavailable",
-            retry_after=max(1, round(self._limits.memory_wait_seconds)),
-        )
+        return [refusal(head.request.request_id, self._admission.shortage(head, self._scheduler.pace.shortage))]
 
 
 def refusal(request_id: str, error: RequestError) -> Output:
