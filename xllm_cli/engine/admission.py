@@ -89,7 +89,7 @@ class Admission:
         return self._cache.blocks_for(tokens) * self._cache.spec.bytes_per_block
 
     def shortage(self, sequence: Sequence, exhausted: str) -> RequestError:
-        """Why a waiting sequence is given up. `exhausted` is what the device said to its last step, if it came so far."""
+        """Why a waiting sequence is given up. `exhausted`: what the device said to its last step, "" if it had none."""
         seconds = self._limits.memory_wait_seconds
         retry_after = max(1, round(seconds))
         if exhausted:
