@@ -15,15 +15,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch_npu  # loaded once, opened in each fork
+import torch_npu  # noqa: F401 - loaded once, opened in each fork
 
 from npu.dispatch import install
 from npu.parity import prompts_of
 from xllm_cli import LLM
 from xllm_cli.core import SamplingParams
+from xllm_cli.models import llama  # noqa: F401 - for the forks
+from xllm_cli.models.ops import npu  # noqa: F401
 from xllm_cli.vmm.driver import Driver, open_driver
+from xllm_cli.worker import npu_device  # noqa: F401
 
-assert torch_npu is not None
 FLAGS = {
     "enable_vmm_kvcache": True, "vmm_elastic": True, "enable_prefix_cache": False, "dtype": "float32",
     "max_cache_size": 48 << 20,
@@ -59,13 +61,13 @@ class OneMapLess:
 
 
 def answers(folder: str, missing: int) -> dict[str, Any]:
-    """Tokens of a load that grows, shrinks and grows again, and how many maps it took."""
+    """Tokens of a load that grows twice, and how many maps it took."""
     driver = OneMapLess(open_driver("npu"), missing)
     install()
     tokens = []
-    wanted = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    wanted = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     with LLM(folder, device="npu", driver=driver, **FLAGS) as llm:
-        for prompts in (prompts_of(2, 10), prompts_of(5, 120), prompts_of(1, 300), prompts_of(5, 120)):
+        for prompts in (prompts_of(2, 10), prompts_of(4, 120)):
             tokens += [answer.token_ids for answer in llm.generate(prompts, wanted)]
         return {"tokens": tokens, "maps": driver.num_maps}
 

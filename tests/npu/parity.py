@@ -8,7 +8,7 @@ from xllm_cli.core import SamplingParams
 from xllm_cli.llm import Completion
 
 NEAR = 1e-3  # of logits in float32: more than rounding ever moved one
-NUM_TOKENS = 48
+NUM_TOKENS = 40
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=2)
 
 
