@@ -12,6 +12,11 @@ from xllm_cli.flags import FLAGS
 FREE = [flag for flag in FLAGS.values() if flag.section != "launch" and not flag.meta.get("never")]
 
 
+def texts(max_size: int | None = None) -> st.SearchStrategy[str]:
+    """What a flag of text may be."""
+    return st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=max_size)
+
+
 def value_of(flag: Flag) -> st.SearchStrategy[Any]:
     """Any value within the flag's range, whether it is built or not."""
     low, high, step = flag.meta.get("low", 0), flag.meta.get("high", 10**9), flag.meta.get("multiple", 1)
@@ -21,7 +26,7 @@ def value_of(flag: Flag) -> st.SearchStrategy[Any]:
         values = {
             "bool": st.booleans(),
             "float": st.floats(low, high),
-            "str": st.text(max_size=8),
+            "str": texts(max_size=8),
             "choice": st.sampled_from(flag.choices or ("",)),
         }[flag.kind]
     return values | st.none() if flag.default is None else values

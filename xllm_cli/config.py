@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -64,7 +65,11 @@ def resolve(settings: Settings, *, needs_model: bool = False) -> Resolved:
     for name, setting in settings.given.items():
         nested.setdefault(FLAGS[name].section, {})[name] = setting.value
     launch = nested.pop("launch", {})
-    errors = list(settings.errors)
+    errors = settings.errors + [
+        f"{_given(name, settings)}: must be UTF-8 text without NUL"
+        for name in settings.given
+        if not _is_clean(name, settings)
+    ]
     try:
         config = Config.model_validate(nested)
     except ValidationError as error:
@@ -127,19 +132,27 @@ def dump(resolved: Resolved) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(json.dumps(resolved.config.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
         draft.replace(path)
-    except (OSError, ValueError) as error:
-        with suppress(OSError, ValueError):
+    except OSError as error:
+        with suppress(OSError):
             draft.unlink()
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise XllmError(f"--dump_config_json_file={path} cannot be written: {reason}") from error
+        raise XllmError(f"--dump_config_json_file={path} cannot be written: {error.strerror}") from error
+
+
+def _is_clean(name: str, settings: Settings) -> bool:
+    """False for a text that no file name and no message to the engine can hold."""
+    value = settings.given[name].value
+    return not isinstance(value, str) or not re.search("[\\0\ud800-\udfff]", value)
 
 
 def _out_of_range(name: str, settings: Settings) -> str:
+    return f"{_given(name, settings)}: must be {FLAGS[name].expects}"
+
+
+def _given(name: str, settings: Settings) -> str:
     value, source = settings.given[name]
     if FLAGS[name].meta.get("is_secret"):
-        return f"--{name} ({source}): must be {FLAGS[name].expects}"
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    return f"--{name}={shown} ({source}): must be {FLAGS[name].expects}"
+        return f"--{name} ({source})"
+    return f"--{name}={str(value).lower() if isinstance(value, bool) else repr(value)} ({source})"
 
 
 def report(problems: list[str]) -> str:

@@ -158,7 +158,9 @@ class LaunchConfig(Section):
 
     config_json_file: str = flag("", "JSON file of flags; the command line wins over it", common=True)
     flagfile: str = flag("", "file of flags, one on each line, read as if they were typed in its place")
-    enable_dump_config_json: bool = flag(False, "write the configuration to dump_config_json_file, then serve")
+    enable_dump_config_json: bool = flag(
+        False, "write the configuration, keys left out, to dump_config_json_file and serve"
+    )
     dump_config_json_file: str = flag("xllm_config.json", "where enable_dump_config_json writes")
     dry_run: bool = flag(False, "print the configuration as print_config does, and each rank's command, and exit")
     print_config: Literal["false", "true", "sources"] = flag(
