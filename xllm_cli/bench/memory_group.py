@@ -73,7 +73,7 @@ def _hierarchy() -> Iterator[tuple[Path, bool]]:
             yield root, True
             return
         if kind == "cgroup" and {"memory", "rw"} <= set(options.split(",")):
-            yield root, False
+            yield _own_group(root), False
             return
     with tempfile.TemporaryDirectory() as folder:
         mount = ["mount", "-t", "cgroup", "-o", "memory", "none", folder]
@@ -86,6 +86,15 @@ def _hierarchy() -> Iterator[tuple[Path, bool]]:
             yield Path(folder), False
         finally:
             subprocess.run(["umount", folder], timeout=MOUNT_SECONDS, check=True)
+
+
+def _own_group(root: Path) -> Path:
+    """This process's group in a version 1 tree: what is made below it stays under every limit set for us."""
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(",") and (root / path.lstrip("/")).is_dir():
+            return root / path.lstrip("/")
+    return root
 
 
 def _read(path: Path) -> str:
