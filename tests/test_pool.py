@@ -236,3 +236,18 @@ def test_a_fixed_pool_on_a_failing_device_leaves_nothing_behind(nth: int) -> Non
     with pytest.raises(VmmError, match="planned failure"):
         PagePool(driver, page_bytes=PAGE, fixed_pages=150)
     assert driver.memfd_bytes() == 0
+
+
+def test_a_lock_file_tidied_away_is_replaced_by_the_newcomers(tmp_path: Path) -> None:
+    path = tmp_path / "device.lock"
+    old = DeviceLock(path)
+    path.unlink()
+    with old.hold(0) as held:
+        assert held, "alone with the old file"
+    newcomer = DeviceLock(path)
+    with newcomer.hold(0) as held, old.hold(0) as held_too:
+        assert (held, held_too) == (True, False)
+    for lock in (old, newcomer):
+        with lock.hold(0) as held:
+            assert held
+        lock.close()

@@ -106,10 +106,10 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence between two steps, wherever it is; its blocks go back at once."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        elif sequence in self.running:
+        if sequence in self.running:  # the short list first: what ended is there, and the queue may hold a million
             self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
         self._cache.release(sequence.table)
 
     # --- plan

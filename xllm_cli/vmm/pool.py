@@ -27,11 +27,16 @@ class DeviceLock:
     """A flock shared by all engines of one device, so that reading free memory and creating are one step."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._path = path
+        self._fd = self._open()
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     @contextmanager
     def hold(self, deadline_seconds: float = LOCK_DEADLINE_SECONDS) -> Iterator[bool]:
         """True inside: the lock is ours. False: another engine kept it until the deadline."""
+        self._reopen()
         deadline = time.monotonic() + deadline_seconds
         pause = 0.0005
         while not self._try_lock():
@@ -44,6 +49,18 @@ class DeviceLock:
             yield True
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _reopen(self) -> None:
+        """Follow the path if somebody tidied the file away: whoever starts now locks a new one."""
+        try:
+            seen, ours = os.stat(self._path, follow_symlinks=False), os.fstat(self._fd)
+            if (seen.st_dev, seen.st_ino) == (ours.st_dev, ours.st_ino):
+                return
+            fd = self._open()
+        except OSError:
+            return  # gone with its folder: whoever starts next makes both, and they are found here then
+        os.close(self._fd)
+        self._fd = fd
 
     def _try_lock(self) -> bool:
         try:
