@@ -107,6 +107,15 @@ def test_a_restart_loop_takes_the_same_port_again(tmp_path: Path) -> None:
     assert ran.stdout.count("ended with 0") == 2, ran.stdout + ran.stderr
 
 
+def test_an_elastic_cache_without_caps_serves(tmp_path: Path) -> None:
+    flags = "--enable_vmm_kvcache=true --vmm_elastic=true --max_memory_utilization=0 --max_cache_size=0"
+    start = f"PORT={free_port()}\nxllm serve $MODEL --port=$PORT --host=127.0.0.1 {flags}"
+    check = "xllm check http://127.0.0.1:$PORT; kill $!; wait $! && echo ended\n"
+    script = f"{start} --vmm_memory_reserve_bytes=1073741824 2>err &\n{WAIT}{check}"
+    ran = shell(script, tmp_path, MODEL=str(tiny_checkpoint("llama")))
+    assert "all is well\nended\n" in ran.stdout, ran.stdout + (tmp_path / "err").read_text()
+
+
 # --- with the scripted engine --------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import NoReturn, cast
 
 import click
@@ -20,7 +21,20 @@ from xllm_cli.commands.version import line as version_line
 from xllm_cli.declare import closest
 from xllm_cli.errors import XllmError
 
-COMMANDS = ("bench", "check", "completion", "env", "fetch", "flags", "serve", "version", "vmm")  # each a file in commands/
+# Each is a file in commands/; its line is here so that the list of them needs none of the files.
+COMMANDS = MappingProxyType(
+    {
+        "bench": "Measure a running server, or three that differ in their cache.",
+        "check": "Ask a running server everything once.",
+        "completion": "A script that completes commands and flags in bash, zsh or fish.",
+        "env": "Versions, devices and limits here, and what is missing.",
+        "fetch": "Download a small model.",
+        "flags": "Every flag as a Markdown table.",
+        "serve": "Serve a model over HTTP with OpenAI's API.",
+        "version": "Versions of this package and of what it runs on.",
+        "vmm": "Engines that share a device: show, limit and trim their memory.",
+    }
+)
 
 
 class Group(click.Group):
@@ -37,6 +51,11 @@ class Group(click.Group):
         found = cast(click.Command, importlib.import_module(f"xllm_cli.commands.{cmd_name}").command)
         found.name = cmd_name
         return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in the help."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """`xllm --model …` is an older spelling of `xllm serve --model …`."""

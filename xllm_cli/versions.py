@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -34,6 +33,8 @@ def versions(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def package_version(name: str) -> str:
     """The version of an installed distribution, '' without it."""
+    import importlib.metadata  # costs a tenth of what any command takes, and few need it
+
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
