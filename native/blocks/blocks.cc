@@ -469,7 +469,7 @@ std::vector<std::pair<Block, Block>> BlockList::moves(std::int64_t limit, std::i
   auto found = choose(false);
   if (!found.empty() || pages <= 0) return found;
   found = choose(true);
-  while (!found.empty() && gain(found, pages) <= 0) found.resize(found.size() / 2);
+  while (!found.empty() && gain(found, pages) <= 0) found.resize(found.size() * 7 / 8);
   return found;
 }
 

@@ -96,6 +96,27 @@ def serve(  # noqa: PLR0913  click passes one argument per option
         json_file.write_text(json.dumps(as_json(runs, starts), indent=1) + "\n", encoding="utf-8")
 
 
+@group.command("vmm")
+@click.option("--quick", is_flag=True, help="few repeats: does it work, not how fast")
+@click.option("--json", "as_json_text", is_flag=True, help="print JSON instead of a table")
+@click.argument("cases", nargs=-1)
+def vmm(*, quick: bool, as_json_text: bool, cases: tuple[str, ...]) -> None:
+    """Pages, blocks and limits of the virtual KV cache against the floors of this machine. CASES: only these."""
+    from xllm_cli.bench.vmm import HEADING, line
+    from xllm_cli.bench.vmm import as_json as rows_as_json
+    from xllm_cli.bench.vmm import measure as measure_vmm
+
+    rows = []
+    if not as_json_text:
+        click.echo(HEADING)
+    for row in measure_vmm(cases, quick=quick):
+        rows.append(row)
+        if not as_json_text:
+            click.echo(line(row))
+    if as_json_text:
+        click.echo(rows_as_json(rows))
+
+
 def main(arguments: list[str]) -> int:
     """`xllm bench …` with the words after `bench`. Raises XllmError and click's usage errors."""
     code = group.main(arguments, prog_name="xllm bench", standalone_mode=False)
