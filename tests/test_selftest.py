@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -81,10 +82,14 @@ def test_the_batch_is_the_one_the_engine_would_build() -> None:
 
 
 def test_it_prints_json_and_tells_by_its_status(capfd: pytest.CaptureFixture[str], monkeypatch) -> None:
-    monkeypatch.setattr(selftest, "open_device", lambda name, config: Host())
+    def open_noisily(name: str, config: Config) -> Host:
+        os.write(1, b"a vendor's banner\n")
+        return Host()
+
+    monkeypatch.setattr(selftest, "open_device", open_noisily)
     assert selftest.main(["--device=cpu"]) == 1
-    first = capfd.readouterr().out.splitlines()[0]
-    assert first == '{"name":"driver","value":"host, mode 4k"}'
+    said = capfd.readouterr()
+    assert said.out.splitlines()[0] == '{"name":"driver","value":"host, mode 4k"}' and "banner" in said.err
 
 
 def test_a_device_that_cannot_be_opened_is_said_in_one_line(capfd: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -9,12 +9,14 @@ expected is what to report. Knows no model and no request; it takes a few pages 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
 from statistics import median
+from typing import TextIO
 
 import msgspec
 import torch
@@ -218,14 +220,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", required=True)
     arguments = parser.parse_args(argv)
     differs = False
-    try:
-        for finding in examine(open_device(arguments.device, Config())):
-            print(msgspec.json.encode(finding).decode(), flush=True)
-            differs |= finding.differs
-    except XllmError as error:
-        print(msgspec.json.encode(Finding(name="device", value=str(error), differs=True)).decode())
-        return 1
+    with alone_on_stdout() as out:
+        try:
+            for finding in examine(open_device(arguments.device, Config())):
+                print(msgspec.json.encode(finding).decode(), file=out, flush=True)
+                differs |= finding.differs
+        except XllmError as error:
+            differs = True
+            print(msgspec.json.encode(Finding(name="device", value=str(error), differs=True)).decode(), file=out)
     return int(differs)
+
+
+@contextmanager
+def alone_on_stdout() -> Iterator[TextIO]:
+    """The real stdout; what vendors' libraries print meanwhile goes to stderr."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(own), "w") as out:
+            yield out
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
 
 
 if __name__ == "__main__":
