@@ -190,6 +190,14 @@ def test_flags_of_one_reason_share_a_line() -> None:
     assert line.startswith("--v=1 (fix), --logtostderr=true (fix) have no effect here: --log_level")
 
 
+def test_a_flag_of_another_device_is_warned_of() -> None:
+    (line,) = warnings(case({"enable_graph": True, "max_tokens_for_graph_mode": 1}, Facts()))
+    assert line.endswith(" have no effect here: the device is cpu, and this is for npu")
+    assert not warnings(case({"enable_graph": True, "device": "npu"}, Facts()))
+    (line,) = warnings(case({"host_page_mode": "4k"}, Facts(auto="npu")))
+    assert line == "--host_page_mode=4k (fix) has no effect here: the device is npu, and this is for cpu"
+
+
 def test_what_is_unset_by_default_is_to_be_left_out() -> None:
     (line,) = unbuilt(case({"nnodes": 3, "node_rank": 2}, Facts()))
     assert line.endswith("Fix: --nnodes=1 and leave out --node_rank")
@@ -239,7 +247,8 @@ def breaks_specification(c: Config, facts: Facts) -> bool:
     effective = ratio if ratio is not None else (0.0 if kv and elastic else 0.8)
     device = facts.auto if c.model.device == "auto" else c.model.device
     speculates, is_fixed_or_physical = spec.num_speculative_tokens > 0, not elastic or not kv
-    chunk, is_mtp = c.scheduler.max_tokens_per_chunk_for_prefill, spec.speculative_algorithm == "MTP"
+    chunk = c.scheduler.max_tokens_per_chunk_for_prefill if c.scheduler.enable_chunked_prefill else None
+    is_mtp = spec.speculative_algorithm == "MTP"
     has_small_pages = c.kv_cache.phy_page_granularity_size < 2**21
     quantized = {c.kv_cache.kv_cache_dtype, c.kv_cache.indexer_cache_dtype} & {"int8", "fp8"}
     return any(
@@ -255,7 +264,7 @@ def breaks_specification(c: Config, facts: Facts) -> bool:
             c.disagg.enable_disagg_pd and (kv or weights) and (elastic or effective == 0),
             effective == 0 and c.kv_cache.max_cache_size == 0 and is_fixed_or_physical,
             (kv or weights) and device not in facts.drivers,
-            facts.is_hybrid and c.kv_cache.enable_prefix_cache and chunk and chunk % c.kv_cache.block_size,
+            facts.is_hybrid and c.kv_cache.enable_prefix_cache and chunk and chunk % c.kv_cache.block_size != 0,
             device == "npu" and c.kv_cache.block_size != 128,
             has_small_pages and ((device != "cpu" and (kv or weights)) or c.host.host_page_mode == "huge"),
             (c.distributed.node_rank or 0) >= c.distributed.nnodes,

@@ -40,10 +40,10 @@ class Meta(TypedDict, total=False):
 
     `low`, `high` bound a number (inclusive), `multiple` is its step. `status`: "accepted" is parsed but changes nothing
     here, "unsupported" is refused unless it has its default or a value of `supported`; `why` says why. `never`: nothing
-    to wait for, `instead` is what to write. `unset` is the spelling that older scripts use for "not set" and is read as
-    None. `bare` is the value of the flag given without one. `also` are other names of the flag on the command line.
-    `common` flags are in the short help. `is_list` joins repetitions with commas. `is_secret` keeps the value out of
-    every dump, message and log.
+    to wait for, `instead` is what to write. `only_on` are the devices where it has an effect. `unset` is the spelling
+    that older scripts use for "not set" and is read as None. `bare` is the value of the flag given without one. `also`
+    are other names of the flag on the command line. `common` flags are in the short help. `is_list` joins repetitions
+    with commas. `is_secret` keeps the value out of every dump, message and log.
     """
 
     low: float
@@ -53,6 +53,7 @@ class Meta(TypedDict, total=False):
     supported: tuple[Any, ...]
     why: str
     never: bool
+    only_on: tuple[str, ...]
     instead: str
     also: tuple[str, ...]
     unset: int
@@ -115,10 +116,17 @@ class Flag:
         supported = self.meta.get("supported", (self.default,) if self.status == "unsupported" else None)
         return supported is None or value in supported
 
-    def is_idle(self, value: Any) -> bool:
-        """True for a value that asks for something and changes nothing here; None, also read as false, asks nothing."""
-        asks = value is not None and value != self.default and (value is not False or self.default is not None)
-        return self.status == "accepted" and asks
+    def why_idle(self, value: Any, device: str) -> str:
+        """Why a value that asks for something changes nothing on this device; '' if it asks nothing or has an effect.
+
+        None, also where it is read as false, asks nothing.
+        """
+        if value is None or value == self.default or (value is False and self.default is None):
+            return ""
+        if self.status == "accepted":
+            return self.meta["why"]
+        devices = self.meta.get("only_on", (device,))
+        return "" if device in devices else f"the device is {device}, and this is for {' and '.join(devices)}"
 
     @property
     def expects(self) -> str:

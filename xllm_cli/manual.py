@@ -111,6 +111,8 @@ def _remarks(flag: Flag) -> Iterator[str]:
         yield f"not supported{'' if flag.meta.get('never') else ' yet'}: {flag.meta['why']}"
     elif "supported" in flag.meta:
         yield "supported: " + ", ".join("unset" if one is None else str(one) or '""' for one in flag.meta["supported"])
+    if "only_on" in flag.meta:
+        yield f"only on {' and '.join(flag.meta['only_on'])}"
     if "also" in flag.meta:
         yield "also " + ", ".join(f"--{name}" for name in flag.meta["also"])
     names = dict.fromkeys(rule.name for rule in RULES if flag.name in rule.flags)

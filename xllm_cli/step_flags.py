@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from xllm_cli.declare import INT32_MAX, INT64_MAX, Meta, Section, flag, idle, unbuilt
 
+_NPU = ("npu",)
 _ONE_QUEUE = "requests are of one kind and wait in one queue, which --priority_strategy orders"
 _NO_ESTIMATES = "the scheduler counts tokens and bytes and does not predict times"
 _NO_PROFILER = "the engine has no profiler; /metrics has the times of its steps"
@@ -125,14 +126,24 @@ class ExecutionConfig(Section):
     random_seed: int | None = flag(
         None, "seed of requests that bring none; unset differs at every start", low=0, high=INT32_MAX, unset=-1
     )
-    enable_graph: bool = flag(False, "replay captured decode steps on npu: less launching, more memory, a later start")
+    enable_graph: bool = flag(
+        False, "replay captured decode steps on npu: less launching, more memory, a later start", only_on=_NPU
+    )
     enable_graph_double_buffer: bool = idle(True, "two sets of a graph's inputs", "one step is in flight at a time")
-    enable_graph_mode_decode_no_padding: bool = flag(False, "capture every batch size, so that no row is padding")
+    enable_graph_mode_decode_no_padding: bool = flag(
+        False, "capture every batch size, so that no row is padding", only_on=_NPU
+    )
     enable_prefill_piecewise_graph: bool = idle(False, "graphs for parts of a prefill", "prefills run without graphs")
     enable_graph_vmm_pool: bool = idle(True, "memory of graphs in virtual pages", "graphs share torch's pool")
-    max_tokens_for_graph_mode: int = flag(2048, "largest step that is a graph, 0 for any", low=0, high=INT32_MAX)
+    max_tokens_for_graph_mode: int = flag(
+        2048, "largest step that is a graph, 0 for any", low=0, high=INT32_MAX, only_on=_NPU
+    )
     acl_graph_decode_batch_size_limit: int = flag(
-        16, "largest batch whose decode step is a graph; larger ones run without, 0 all", low=0, high=INT32_MAX
+        16,
+        "largest batch whose decode step is a graph; larger ones run without, 0 all",
+        low=0,
+        high=INT32_MAX,
+        only_on=_NPU,
     )
     enable_shm: bool = idle(False, "send inputs to ranks through shared memory", "one rank needs no messages")
     use_contiguous_input_buffer: bool = idle(
@@ -165,8 +176,10 @@ class HostConfig(Section):
 
     host_memory_bytes: int = flag(
         0, "memory that counts as the device's total; 0 is the machine's or the container's", low=0, high=INT64_MAX,
-        is_bytes=True,
+        is_bytes=True, only_on=("cpu",),
     )  # fmt: skip
     host_page_mode: Literal["auto", "huge", "4k"] = flag(
-        "auto", "huge maps faster and fails cleanly; 4k runs on every kernel; auto is huge where it works"
+        "auto",
+        "huge maps faster and fails cleanly; 4k runs on every kernel; auto is huge where it works",
+        only_on=("cpu",),
     )

@@ -37,20 +37,15 @@ def unbuilt(case: Case) -> list[str]:
 
 def _unsupported(case: Case, *, never: bool) -> list[str]:
     """Flags of one reason share a line."""
-    refused = [one for one in _configuration() if not one.is_supported(case[one.name])]
-    chosen = [one for one in refused if one.meta.get("never", False) is never]
+    reasons: dict[str, list[Flag]] = {}
+    for one in _configuration():
+        if not one.is_supported(case[one.name]) and one.meta.get("never", False) is never:
+            reasons.setdefault(one.meta["why"], []).append(one)
     return [
         f"{_list(flags, case)} {'are' if len(flags) > 1 else 'is'} not supported{'' if never else ' yet'}: {why}. "
         f"Fix: {_instead(flags) or _change({one.name: one.default for one in flags})}"
-        for why, flags in _by_reason(chosen).items()
+        for why, flags in reasons.items()
     ]
-
-
-def _by_reason(flags: Iterable[Flag]) -> dict[str, list[Flag]]:
-    groups: dict[str, list[Flag]] = {}
-    for one in flags:
-        groups.setdefault(one.meta["why"], []).append(one)
-    return groups
 
 
 def _configuration() -> Iterable[Flag]:
@@ -66,7 +61,10 @@ def warnings(case: Case) -> list[str]:
     rules = [rule for rule in RULES if rule.is_warning and rule.broken(case)]
     named = {name for rule in rules for name in rule.flags}
     lines = [f"{rule.name}: {_named(rule, case)}: {rule.limit}" for rule in rules]
-    idle = _by_reason(one for one in _configuration() if one.name not in named and one.is_idle(case[one.name]))
+    idle: dict[str, list[Flag]] = {}
+    for one in _configuration():
+        if one.name not in named and (why := one.why_idle(case[one.name], case.device)):
+            idle.setdefault(why, []).append(one)
     return lines + [
         f"{_list(flags, case)} {'have' if len(flags) > 1 else 'has'} no effect here: {why}"
         for why, flags in idle.items()
