@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from xllm_cli.declare import Flag
+from xllm_cli.declare import FALSE_WORDS, TRUE_WORDS, Flag
 from xllm_cli.flags import FLAGS
 
 FREE = [flag for flag in FLAGS.values() if flag.section != "launch" and not flag.meta.get("never")]
@@ -36,3 +36,17 @@ def some_flags(most: int = 8) -> st.SearchStrategy[dict[str, Any]]:
     """A few flags with values."""
     chosen = st.lists(st.sampled_from(FREE), unique_by=lambda flag: flag.name, max_size=most)
     return chosen.flatmap(lambda flags: st.fixed_dictionaries({flag.name: value_of(flag) for flag in flags}))
+
+
+def words_of(flag: Flag, value: Any) -> list[str]:
+    """Texts that mean a value."""
+    if value is None:
+        return [str(flag.meta["unset"])] if "unset" in flag.meta else []
+    if flag.kind == "bool":
+        return [*sorted(TRUE_WORDS if value else FALSE_WORDS), str(value).upper()]
+    if flag.kind == "choice":
+        return [value, value.upper(), value.lower()]
+    if flag.kind in ("int", "bytes"):
+        units = [f"{value >> 10}KiB"] if flag.kind == "bytes" and value % 1024 == 0 else []
+        return [str(value), f"{value:_}", *units]
+    return [repr(value)] if flag.kind == "float" else [value]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from flag_values import FREE
+from flag_values import FREE, some_flags, words_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from xllm_cli.config import resolve
 from xllm_cli.errors import ConfigError
+from xllm_cli.flags import FLAGS
 from xllm_cli.sources import Setting, from_environment, from_file, gather
 
 
@@ -170,3 +174,29 @@ def test_flags_of_the_command_line_alone_are_not_read_from_elsewhere(tmp_path: P
     assert not settings.given and len(settings.warnings) == 2
     errors = from_file(write(tmp_path, '{"dry_run": true}')).errors
     assert errors == [f"file {tmp_path}/flags.json: 'dry_run' belongs on the command line"]
+
+
+@settings(deadline=None)
+@given(some_flags(), some_flags(), some_flags(), st.data())
+def test_the_upper_source_wins_and_is_named(
+    below: dict[str, Any], file: dict[str, Any], above: dict[str, Any], data: st.DataObject
+) -> None:
+    def texts(values: dict[str, Any]) -> dict[str, str]:
+        said = {name: words_of(FLAGS[name], value) for name, value in values.items()}
+        return {name: data.draw(st.sampled_from(words)) for name, words in said.items() if words}
+
+    variables, typed = texts(below), texts(above)
+    with TemporaryDirectory() as folder:
+        path = write(Path(folder), json.dumps(file))
+        read = gather(
+            {**typed, "config_json_file": str(path)},
+            {f"XLLM_FLAG_{name.upper()}": text for name, text in variables.items()},
+        )
+    sources = dict.fromkeys((name for name, text in variables.items() if text), "environment")
+    sources |= {name: "file" for name, value in file.items() if value is not None} | dict.fromkeys(typed, "command")
+    found = {name: one.source.split()[0] for name, one in read.given.items() if name != "config_json_file"}
+    assert found == sources and not read.errors
+    values = {"environment": below, "file": file, "command": above}
+    assert all(read.given[name].value == values[source][name] for name, source in sources.items())
+    differing = [name for name in typed if file.get(name) is not None and file[name] != above[name]]
+    assert len(read.warnings) == len(differing)

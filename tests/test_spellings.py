@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 
 import pytest
 from checkpoints import tiny_checkpoint
-from flag_values import FREE, value_of
+from flag_values import FREE, value_of, words_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_server import Serving
 
 from xllm_cli.argv import canonical
 from xllm_cli.cli import main
-from xllm_cli.declare import FALSE_WORDS, TRUE_WORDS, Flag
+from xllm_cli.config import resolve
+from xllm_cli.errors import ConfigError
 from xllm_cli.flags import FLAGS
 from xllm_cli.sources import gather
 
@@ -205,20 +206,6 @@ def test_the_place_of_the_file_does_not_matter(capsys: pytest.CaptureFixture[str
     assert len(answers) == 1 and flat(answers.pop())["port"] == {"value": 2, "source": "command line"}
 
 
-def words_of(flag: Flag, value: Any) -> list[str]:
-    """Texts that mean a value."""
-    if value is None:
-        return [str(flag.meta["unset"])] if "unset" in flag.meta else []
-    if flag.kind == "bool":
-        return [*sorted(TRUE_WORDS if value else FALSE_WORDS), str(value).upper()]
-    if flag.kind == "choice":
-        return [value, value.upper(), value.lower()]
-    if flag.kind in ("int", "bytes"):
-        units = [f"{value >> 10}KiB"] if flag.kind == "bytes" and value % 1024 == 0 else []
-        return [str(value), f"{value:_}", *units]
-    return [repr(value)] if flag.kind == "float" else [value]
-
-
 @st.composite
 def spelled(draw: st.DrawFn) -> tuple[dict[str, Any], list[str]]:
     """Values of a few flags, and random tokens that mean them."""
@@ -249,3 +236,17 @@ def test_any_spelling_means_the_same_configuration(example: tuple[dict[str, Any]
     assert not errors and not warnings
     read = gather(dict(arg.removeprefix("--").split("=", 1) for arg in argv), {})
     assert {name: setting.value for name, setting in read.given.items()} == values and not read.errors
+
+
+JUNK = st.text(max_size=8) | st.sampled_from([f"--{name}" for name in FLAGS] + ["true", "0", "-1", "--", "x=y", "1GiB"])
+
+
+@settings(deadline=None)
+@given(st.lists(JUNK | st.tuples(JUNK, JUNK).map("=".join), max_size=5))
+def test_no_command_line_does_worse_than_a_message(tokens: list[str]) -> None:
+    argv, _, errors = canonical(tokens)
+    read = gather(dict(arg.removeprefix("--").split("=", 1) for arg in argv if "config_json_file" not in arg), {})
+    try:
+        resolve(read)
+    except ConfigError as error:
+        assert str(error)
