@@ -244,7 +244,7 @@ JUNK = st.text(max_size=8) | st.sampled_from([f"--{name}" for name in FLAGS] + [
 @settings(deadline=None)
 @given(st.lists(JUNK | st.tuples(JUNK, JUNK).map("=".join), max_size=5))
 def test_no_command_line_does_worse_than_a_message(tokens: list[str]) -> None:
-    argv, _, errors = canonical(tokens)
+    argv = canonical(tokens).argv
     read = gather(dict(arg.removeprefix("--").split("=", 1) for arg in argv if "config_json_file" not in arg), {})
     try:
         resolve(read)
