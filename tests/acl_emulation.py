@@ -20,7 +20,6 @@ from xllm_cli.errors import DeviceError
 from xllm_cli.vmm.driver import open_driver
 
 PAGE = 2 << 20
-DEVICE_BYTES = 8 << 30
 OUT_OF_MEMORY, DEVICE_OUT_OF_MEMORY, DRIVER_FAILED = 207001, 207018, 507899
 
 
@@ -35,12 +34,11 @@ def clean_emulator() -> Iterator[Emulator]:
     """Counts from zero; afterwards AssertionError if a rule was broken, or a page is left that was not there before."""
     emulator = loaded()
     emulator.reset()
-    emulator.set_total(DEVICE_BYTES)
     before = held(emulator)
     yield emulator
     broken = emulator.violations()
     emulator.reset()
-    emulator.set_total(DEVICE_BYTES)
+    emulator.neighbour(-emulator.device()["neighbour"])
     assert broken == []
     assert held(emulator) == before, "pages are left"
 
