@@ -140,11 +140,15 @@ def test_serve_elastic(tmp_path: Path) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("script", ["serve_single.sh", "serve_config.sh"])
-def test_scripts_that_become_the_server(script: str, tmp_path: Path) -> None:
-    command = [str(EXAMPLES / script), str(tiny_checkpoint("llama")), "--port=0", "--host=127.0.0.1", CACHE]
+def test_serve_single(tmp_path: Path) -> None:
+    model, listen = str(tiny_checkpoint("llama")), ["--port=0", "--host=127.0.0.1"]
     with (tmp_path / "out").open("wb") as out:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(tmp_path), stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [str(EXAMPLES / "serve_single.sh"), model, *listen, CACHE],
+            env=environment(tmp_path),
+            stdout=out,
+            stderr=out,
+        )
     try:
         url = wait_for(tmp_path / "out", r"^xllm is ready on (\S+): llama", process)[1]
         assert "all is well" in shell(f"xllm check {url}", tmp_path).stdout
@@ -152,6 +156,14 @@ def test_scripts_that_become_the_server(script: str, tmp_path: Path) -> None:
         assert process.wait(20) == 0
     finally:
         process.kill()
+
+
+def test_serve_config(tmp_path: Path) -> None:
+    printed = json.loads(run(tmp_path, str(EXAMPLES / "serve_config.sh"), "/m", "--port=9", "--print_config"))
+    given = json.loads((EXAMPLES / "config.json").read_text())
+    assert printed["service"] == printed["service"] | given["ServiceConfig"] | {"port": 9}
+    assert printed["vmm"] == printed["vmm"] | given["VmmConfig"] and printed["model"]["model"] == "/m"
+    assert printed["scheduler"]["max_tokens_per_chunk_for_prefill"] == given["max_tokens_per_chunk_for_prefill"]
 
 
 @pytest.mark.server

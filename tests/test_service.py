@@ -18,6 +18,8 @@ import psutil
 import pytest
 from scripted_server import Server, ask, error_of, open_stream, script, serving, streamed, wait_until, write_model
 
+from xllm_cli.commands.client import Client, Unreachable
+
 pytestmark = pytest.mark.server
 
 
@@ -140,7 +142,7 @@ def hear(listener: socket.socket, wanted: str) -> None:
 
 
 def test_a_service_with_tls_keys_and_a_killed_engine(
-    tmp_path: Path, model: Path, certificate: Path, systemd: socket.socket
+    tmp_path: Path, model: Path, certificate: Path, systemd: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid_file = tmp_path / "pid"
     flags = {"ssl_certfile": str(certificate), "api_key": "secret-flag", "pid_file": str(pid_file)}
@@ -152,6 +154,11 @@ def test_a_service_with_tls_keys_and_a_killed_engine(
         engine = engine_of(server)
         assert " ".join(psutil.Process(server.process.pid).cmdline()).startswith("xllm serve [rank 0] :")
         assert not {"NOTIFY_SOCKET", "XLLM_API_KEY"} & engine.environ().keys()
+        with pytest.raises(Unreachable, match=r"certificate is not trusted .* SSL_CERT_FILE"):
+            Client(server.url).get("/health")
+        with monkeypatch.context() as trusting:
+            trusting.setenv("SSL_CERT_FILE", str(certificate))
+            assert Client(server.url).get("/health").status == 200
         trust = ssl.create_default_context(cafile=certificate)
         with httpx.Client(base_url=server.url, verify=trust, headers={"authorization": "Bearer secret-flag"}) as http:
             assert httpx.get(f"{server.url}/health", verify=trust).status_code == 200
