@@ -9,12 +9,12 @@ call on npu tensors ─┬─ only looks, or asks for memory ───► torch_
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from npu.graphs import EmulatedGraphs, may_copy
 from npu.operators import FLOATS, References
@@ -26,6 +26,11 @@ _MAKES_MEMORY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty
 def is_there(value: object) -> bool:
     """Whether it is a tensor on the device."""
     return isinstance(value, torch.Tensor) and value.device.type == "npu"
+
+
+def each(function: Callable[[Any], Any], value: Any) -> Any:
+    """Of a value, or of the elements of a list of them: operators have no deeper arguments and results."""
+    return type(value)(map(function, value)) if type(value) in (list, tuple) else function(value)
 
 
 def alias(value: torch.Tensor) -> torch.Tensor:
@@ -79,7 +84,8 @@ class ComputeOnHost(TorchDispatchMode):
             originals[id(twin)] = value
             return twin
 
-        args, kwargs = tree_map(swap, (args, kwargs))
+        args = tuple(each(swap, value) for value in args)
+        kwargs = {key: each(swap, value) for key, value in kwargs.items()}
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         if func.namespace == "npu":
@@ -92,7 +98,7 @@ class ComputeOnHost(TorchDispatchMode):
                 return value
             return originals[id(value)] if id(value) in originals else brought(value, device)
 
-        return tree_map(back, found)
+        return each(back, found)
 
 
 def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device | None:
@@ -100,7 +106,11 @@ def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device | None:
     asked = kwargs.get("device")
     if asked is not None and torch.device(asked).type == "npu":
         return torch.device(asked)
-    return next((leaf.device for leaf in tree_leaves((args, kwargs)) if is_there(leaf)), None)
+    for value in (*args, *kwargs.values()):
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if is_there(one):
+                return one.device
+    return None
 
 
 def _converted(source: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:

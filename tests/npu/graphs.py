@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equa
 _EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 
 
+@cache
 def may_copy(func: Any) -> bool:
     """Whether an operator is a view or a copy as it comes (contiguous, reshape): only its parts tell."""
     return bool(func.is_view) and torch._C._dispatch_has_kernel_for_dispatch_key(

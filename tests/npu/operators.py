@@ -177,6 +177,10 @@ class References:
         slots = slot_mapping.tolist()
         require(len(set(slots)) == len(slots), f"slots repeat: {slots}")
         require(all(0 <= slot < blocks * block_size for slot in slots), f"slots {slots} of {blocks * block_size}")
+        if self.touch is None:
+            key_cache.view(-1, *key.shape[1:])[slot_mapping.long()] = key
+            value_cache.view(-1, *value.shape[1:])[slot_mapping.long()] = value
+            return
         for token, slot in enumerate(slots):
             self._touched(key_cache[slot // block_size, slot % block_size]).copy_(key[token])
             self._touched(value_cache[slot // block_size, slot % block_size]).copy_(value[token])
