@@ -2,6 +2,7 @@
 
 python pressure.py peer      takes all but 90 MiB of what is free, again and again, until its input ends
 python pressure.py engine    serves beside such a peer; prints a line of JSON
+python pressure.py racer LOCK    takes pages until there are none, gives them back, for four seconds; prints JSON
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 MIB = 1 << 20
 LEFT = 90 * MIB  # less than the host driver leaves free: beside it, no page can be created
 HOLD_SECONDS, PAUSE_SECONDS = 0.08, 0.05
 PAGE = 64 << 10
+RACE_SECONDS = 4.0
 
 
 def peer() -> None:
@@ -66,5 +69,29 @@ def engine() -> None:
     )
 
 
+def racer() -> None:
+    from xllm_cli.vmm.driver import open_driver
+    from xllm_cli.vmm.pool import PagePool
+
+    driver = open_driver("cpu", mode="4k", page_bytes=PAGE)
+    pool = PagePool(driver, page_bytes=PAGE, lock_path=Path(sys.argv[2]))
+    taken: list[int] = []
+    takes = misses = most = 0
+    deadline = time.monotonic() + RACE_SECONDS
+    while time.monotonic() < deadline:
+        got = pool.take(1 + takes % 150, keep_free=160 * MIB)
+        takes += 1
+        taken += got or []
+        most = max(most, len(taken))
+        if got is None:
+            misses += 1
+            pool.give(taken)
+            taken = []
+            pool.trim()
+    pool.give(taken)
+    pool.close()
+    print(json.dumps({"takes": takes, "misses": misses, "most": most * PAGE, "left": driver.usage()["handles"]}))
+
+
 if __name__ == "__main__":
-    {"peer": peer, "engine": engine}[sys.argv[1]]()
+    {"peer": peer, "engine": engine, "racer": racer}[sys.argv[1]]()

@@ -38,7 +38,8 @@ class Accelerator:
     """`driver` for the engine, `allocator` for its steps, and the numbers of what happened."""
 
     def __init__(self, total: int, *, statistics: bool = True, faulty: bool = False) -> None:
-        self.device = SimulatedDriver(open_driver("cpu", mode="4k", page_bytes=PAGE), total_bytes=total)
+        self.host = open_driver("cpu", mode="4k", page_bytes=PAGE)
+        self.device = SimulatedDriver(self.host, total_bytes=total)
         self.driver: Driver = FaultyDriver(self.device) if faulty else self.device
         self.allocator = SimulatedAllocator(self.device, segment_bytes=PAGE)
         self.has_statistics = statistics

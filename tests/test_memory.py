@@ -15,11 +15,11 @@ from driver_kinds import open_kind, poke
 from xllm_cli import LLM
 from xllm_cli.core import Observation, PageDelta, PageRef, Request, SamplingParams
 from xllm_cli.vmm.arena import Arena
-from xllm_cli.vmm.driver import Driver, open_driver
+from xllm_cli.vmm.driver import Driver, FaultyDriver, VmmError, open_driver
 from xllm_cli.vmm.pool import PagePool
 from xllm_cli.vmm.simulated import SimulatedAllocator, SimulatedDriver
 from xllm_cli.worker.kv_store import VirtualKvStore
-from xllm_cli.worker.memory import DeviceMemoryObserver, HostMemoryObserver
+from xllm_cli.worker.memory import MOST_FAILED_READINGS, DeviceMemoryObserver, HostMemoryObserver
 
 MIB = 1 << 20
 SPIKE = 96 * MIB
@@ -190,6 +190,21 @@ def test_without_statistics_the_largest_fall_of_a_step_is_kept_free_for_good():
     made.store.trim()
     seen = made.observer.observe()
     assert (seen.execution_room, seen.free_before, seen.free) == (6 * MIB, TOTAL - 2 * MIB, TOTAL - MIB)
+
+
+def test_a_query_that_fails_shows_what_was_seen_before():
+    made = bench(statistics=True)
+    faulty = FaultyDriver(made.device)
+    observer = DeviceMemoryObserver(faulty, made.store, made.allocator)
+    made.device.peer = 8 * MIB
+    faulty.fail("info", faulty.counts()["info"] + 1, False)
+    assert [observer.observe().free for _ in range(2)] == [TOTAL, TOTAL - 8 * MIB]
+    for nth in range(1, MOST_FAILED_READINGS + 1):
+        faulty.fail("info", faulty.counts()["info"] + nth, False)
+    for _ in range(MOST_FAILED_READINGS - 1):
+        observer.observe()
+    with pytest.raises(VmmError):
+        observer.observe()
 
 
 @pytest.mark.parametrize("statistics", [True, False])

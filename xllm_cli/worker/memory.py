@@ -16,11 +16,12 @@ import re
 from typing import Protocol
 
 from xllm_cli.core import Observation
-from xllm_cli.vmm.driver import Driver
+from xllm_cli.vmm.driver import Driver, DriverInfo, VmmError
 from xllm_cli.worker.kv_store import KvStore
 
 _FIELDS = re.compile(rb"^(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB", re.MULTILINE)
 _RESET_PEAK = b"5"  # proc(5): writing 5 to clear_refs resets VmHWM to the current resident size
+MOST_FAILED_READINGS = 100  # by then something else would have failed, too
 EXHAUSTED_SHARE = 4  # a failed allocation raises the room to a quarter of the device at most, however much it asked for
 
 
@@ -76,6 +77,26 @@ class AllocatorStatistics(Protocol):
         ...
 
 
+class _Readings:
+    """The driver's info(), or the one before if it fails: that memory could not be looked at is no reason to end."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._last = driver.info()
+        self._failures = 0
+
+    def read(self) -> DriverInfo:
+        """VmmError only when it has failed `MOST_FAILED_READINGS` times in a row."""
+        try:
+            self._last = self._driver.info()
+            self._failures = 0
+        except VmmError:
+            self._failures += 1
+            if self._failures >= MOST_FAILED_READINGS:
+                raise
+        return self._last
+
+
 class DeviceMemoryObserver:
     """Memory of a device whose tensors come from an allocator of its own, beside the page pool.
 
@@ -85,6 +106,7 @@ class DeviceMemoryObserver:
 
     def __init__(self, driver: Driver, store: KvStore, statistics: AllocatorStatistics | None = None) -> None:
         self._driver = driver
+        self._readings = _Readings(driver)
         self._store = store
         self._statistics = statistics
         self._peak = 0  # the most that a step needed beyond what it began with
@@ -93,7 +115,7 @@ class DeviceMemoryObserver:
 
     def begin_step(self) -> None:
         """See MemoryObserver."""
-        self._free_before = self._driver.info().free
+        self._free_before = self._readings.read().free
         self._owned_before = self._store.owned_bytes
         self._allocated_before = 0
         if self._statistics is not None:
@@ -102,7 +124,7 @@ class DeviceMemoryObserver:
 
     def observe(self) -> Observation:
         """See MemoryObserver."""
-        info, owned = self._driver.info(), self._store.owned_bytes
+        info, owned = self._readings.read(), self._store.owned_bytes
         self._peak = max(self._peak, self._needed(info.free, owned))
         allocated, reserved = self._held()
         return Observation(
@@ -139,7 +161,7 @@ class DeviceMemoryObserver:
         allocated, before = self._held()
         surplus = before - allocated - self._peak
         self._unreturned = min(self._unreturned, max(0, surplus))
-        if surplus - self._unreturned < self._driver.info().page_bytes:
+        if surplus - self._unreturned < self._readings.read().page_bytes:
             return 0
         self._statistics.empty_cache()
         allocated, after = self._held()
@@ -148,7 +170,7 @@ class DeviceMemoryObserver:
 
     def exhausted(self, nbytes: int) -> None:
         """See MemoryObserver."""
-        info, owned = self._driver.info(), self._store.owned_bytes
+        info, owned = self._readings.read(), self._store.owned_bytes
         wanted = max(0, self._needed(info.free, owned)) + nbytes
         self._peak = max(self._peak, min(wanted, info.total // EXHAUSTED_SHARE))
 
@@ -165,13 +187,14 @@ class HostMemoryObserver:
 
     def __init__(self, driver: Driver, store: KvStore) -> None:
         self._driver = driver
+        self._readings = _Readings(driver)
         self._store = store
         self._status: int | None = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
         self._reset = _open_reset()
         self._peak_anon = 0
         self._peak = 0  # the most above what the step before had left
         self._anon: int | None = None
-        self._free = driver.info().free
+        self._free = self._readings.read().free
 
     def begin_step(self) -> None:
         """Reset the kernel's high-water mark where it allows that."""
@@ -186,7 +209,7 @@ class HostMemoryObserver:
         assert self._status is not None, "the observer is closed"
         anon, peak = self._anonymous(os.pread(self._status, 8192, 0))
         self._note(anon, peak)
-        info = self._driver.info()
+        info = self._readings.read()
         free_before, self._free = self._free, info.free
         return Observation(
             total=info.total,
@@ -222,7 +245,7 @@ class HostMemoryObserver:
         """See MemoryObserver."""
         assert self._status is not None, "the observer is closed"
         anon, peak = self._anonymous(os.pread(self._status, 8192, 0))
-        most = anon + self._driver.info().total // EXHAUSTED_SHARE
+        most = anon + self._readings.read().total // EXHAUSTED_SHARE
         self._note(anon, max(peak, min(peak + nbytes, most)))
 
     def close(self) -> None:
