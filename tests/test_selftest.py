@@ -45,6 +45,15 @@ class NextBlock(CpuOps):
         return super().attention(qkv, kv, batch, heads, **how)
 
 
+class WiderWindow(CpuOps):
+    """Counts the tokens before the querying one, as some vendors do."""
+
+    def attention(
+        self, qkv: torch.Tensor, kv: LayerKV, batch: Batch, heads: Heads, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        return super().attention(qkv, kv, batch, heads, scale=scale, window=window and window + 1)
+
+
 def differing(findings: Sequence[Finding]) -> list[str]:
     return [finding.name for finding in findings if finding.differs]
 
@@ -62,7 +71,12 @@ def test_a_working_device_differs_only_in_the_page_it_was_given() -> None:
 
 def test_attention_over_the_wrong_blocks_is_seen() -> None:
     findings = list(examine(Host(ops=NextBlock())))
-    assert differing(findings) == ["page bytes", "attention", "attention on other pages"]
+    assert differing(findings) == ["page bytes", "attention", "attention on other pages", "attention in a window"]
+
+
+def test_a_window_that_is_a_token_too_wide_is_seen() -> None:
+    findings = list(examine(Host(ops=WiderWindow())))
+    assert differing(findings) == ["page bytes", "attention in a window"]
 
 
 @pytest.mark.parametrize(("verb", "nth", "name"), [("create", 3, "failure"), ("map", 40, "attention")])

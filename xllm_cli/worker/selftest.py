@@ -40,6 +40,8 @@ BLOCK_SIZE = 128
 BLOCKS = 12
 # (tokens of KV, new tokens among them, blocks): a prompt, the end of one, and a decode, in blocks out of order
 SEQUENCES = ((200, 200, (7, 2)), (300, 40, (9, 4, 1)), (257, 1, (3, 8, 5)))
+WINDOW = 4  # tokens seen, so few that one more or less shows at once
+ATTENTIONS = (("attention", None), ("attention on other pages", None), ("attention in a window", WINDOW))
 LARGEST_DIFFERENCE = 0.02  # of attention's output, which is below 1: twice the rounding of bfloat16 on the way
 
 
@@ -138,14 +140,14 @@ def _attention(device: Device, driver: Driver, ops: Ops) -> Iterator[Finding]:
         store = VirtualKvStore(arenas, pool, page, fence=device.fence)
         opened.callback(store.close)
         pages = tuple(PageRef(i, number) for i, arena in enumerate(arenas) for number in range(arena.num_pages))
-        for name in ("attention", "attention on other pages"):
+        for name, window in ATTENTIONS:
             outcome = store.apply(PageDelta(map=pages), 0)
             if not outcome.mapped:
                 yield Finding(name=name, value=f"no pages: {outcome.shortage}", differs=True)
                 return
             views = layout.views(store.tensor, BLOCKS)
             with device.guard():
-                difference = largest_difference(ops, views[0])
+                difference = largest_difference(ops, views[0], window)
             del views
             store.apply(PageDelta(unmap=pages), 0)
             yield Finding(
@@ -156,7 +158,7 @@ def _attention(device: Device, driver: Driver, ops: Ops) -> Iterator[Finding]:
             )
 
 
-def largest_difference(ops: Ops, kv: LayerKV) -> float:
+def largest_difference(ops: Ops, kv: LayerKV, window: int | None = None) -> float:
     """The largest difference of paged attention over `kv` from the reference's on the host."""
     batch, whole = _batch(new_only=True), _batch(new_only=False)
     width = (HEADS.num_heads + 2 * HEADS.num_kv_heads) * HEADS.head_dim
@@ -165,20 +167,25 @@ def largest_difference(ops: Ops, kv: LayerKV) -> float:
     rounded = drawn.to(torch.bfloat16)
     new = rounded[_new_rows()]
     own = torch.empty(2, BLOCKS, HEADS.num_kv_heads, BLOCK_SIZE, HEADS.head_dim, dtype=torch.bfloat16)
-    expected = _attended(ReferenceOps(), LayerKV(own[0], own[1]), (whole, rounded), (batch, new))
-    found = _attended(ops, kv, (whole, rounded.to(dtype)), (batch, new.to(dtype)))
+    expected = _attended(ReferenceOps(), LayerKV(own[0], own[1]), (whole, rounded), (batch, new), window=window)
+    found = _attended(ops, kv, (whole, rounded.to(dtype)), (batch, new.to(dtype)), window=window)
     return float((found.cpu().float() - expected.float()).abs().max())
 
 
 def _attended(
-    ops: Ops, kv: LayerKV, written: tuple[Batch, torch.Tensor], asked: tuple[Batch, torch.Tensor]
+    ops: Ops,
+    kv: LayerKV,
+    written: tuple[Batch, torch.Tensor],
+    asked: tuple[Batch, torch.Tensor],
+    *,
+    window: int | None,
 ) -> torch.Tensor:
     """Write the keys and values of one batch, then attend from the queries of another."""
     place = ops.place(written[0])
     device = place.token_ids.device
     ops.write_kv(written[1].to(device), kv, place.slots, HEADS)
     place = ops.place(asked[0])
-    return ops.attention(asked[1].to(device), kv, place, HEADS, scale=HEADS.head_dim**-0.5, window=None)
+    return ops.attention(asked[1].to(device), kv, place, HEADS, scale=HEADS.head_dim**-0.5, window=window)
 
 
 def _batch(*, new_only: bool) -> Batch:
