@@ -21,7 +21,8 @@ from xllm_cli.worker.memory import DeviceMemoryObserver
 from xllm_cli.worker.npu_device import VISIBLE, NpuDevice, open_npu
 from xllm_cli.worker.npu_memory import NpuStatistics
 
-pytestmark = pytest.mark.npu
+BASE_FORMAT = "ignore:Cannot create tensor with internal format:UserWarning"  # said once by whatever comes first
+pytestmark = [pytest.mark.npu, pytest.mark.filterwarnings(BASE_FORMAT)]
 MIB = 1 << 20
 PAGE = 2 * MIB
 NPU = "npu:0"

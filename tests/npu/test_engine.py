@@ -121,7 +121,7 @@ def test_a_neighbour_that_takes_the_device_is_waited_for(
     with LLM(model, device="npu", **ELASTIC, memory_wait_seconds=1) as llm:
         taken = emulator.device()["free"] - 4 * MIB
         emulator.neighbour(taken)
-        short = llm.generate(prompts_of(1, 600), GREEDY)[0]  # two pages of every tensor
+        short = llm.generate(prompts_of(1, 4000), GREEDY)[0]  # more than torch_npu's allocator can give back
         assert short.error is not None and (short.error.status, short.error.code) == (503, "kv_memory_unavailable")
         emulator.neighbour(-taken)
         assert_alike(llm.generate(PROMPTS[:2], GREEDY), on_cpu[:2])
