@@ -10,12 +10,14 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import tiny_checkpoint
 from npu.graphs import EmulatedGraph, EmulatedGraphs
 from npu.operators import FLOATS, References
 
 from xllm_cli import LLM
 from xllm_cli.core import SamplingParams
+from xllm_cli.errors import MemoryShortage
 from xllm_cli.models.ops.npu import NpuOps
 from xllm_cli.worker.cpu_device import CpuDevice
 
@@ -108,6 +110,17 @@ def test_elastic_memory_adds_no_warm_up(references: References) -> None:
         with open_llm(vmm_elastic=elastic, max_memory_utilization=0.5, acl_graph_decode_batch_size_limit=2):
             runs.append(references.calls.count(ATTENTION))
     assert runs[0] == runs[1] > 0
+
+
+def test_without_memory_for_graphs_the_start_says_what_to_lower(
+    references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(npu_graph: EmulatedGraph, **options: Any) -> None:
+        raise torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(EmulatedGraphs, "graph", staticmethod(refuse))
+    with pytest.raises(MemoryShortage, match=r"of 1, 2 sequences.*2\.00 GiB.*--acl_graph_decode_batch_size_limit"):
+        open_llm(acl_graph_decode_batch_size_limit=2)
 
 
 def test_a_device_without_graphs_says_so(caplog: pytest.LogCaptureFixture) -> None:

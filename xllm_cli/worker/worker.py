@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from xllm_cli.core import Observation, Row, StepPlan, StepResult, TokenLogprob
+from xllm_cli.errors import MemoryShortage
 from xllm_cli.models.batch import Batch, LayerKV
 from xllm_cli.models.registry import Model
 from xllm_cli.worker.exhaustion import bytes_refused
@@ -53,10 +54,21 @@ class Worker:
         self._layers: list[LayerKV] = model.kv_views(store.tensor, block_size=block_size, num_blocks=num_blocks)
 
     def capture(self, options: GraphOptions) -> None:
-        """Capture decode steps, which are replayed from now on. Block 0 must be padding, and mapped."""
-        with self._guard():
-            graphs = DecodeGraphs(self._model, self._layers, options)
-            graphs.capture()
+        """Capture decode steps, which are replayed from now on. Block 0 must be padding, and mapped.
+
+        MemoryShortage if the device has no memory for them.
+        """
+        graphs = DecodeGraphs(self._model, self._layers, options)
+        try:
+            with self._guard():
+                graphs.capture()
+        except torch.OutOfMemoryError as error:
+            graphs.close()
+            sizes = ", ".join(map(str, options.sizes))
+            raise MemoryShortage(
+                f"the device has no memory to capture decode steps of {sizes} sequences: {error}. Lower "
+                "--acl_graph_decode_batch_size_limit, or leave --enable_graph out"
+            ) from error
         self._graphs = graphs
 
     def observe(self) -> Observation:
