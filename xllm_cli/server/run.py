@@ -41,8 +41,8 @@ LOADING_SHUTDOWN_SECONDS = 0.5  # for one that may be deep in a read
 def run(config: Config, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serve until told to stop or until the engine ends; returns the process's exit code (0, 1, 2, 3, 4, 75).
 
-    Call it from the main thread: it installs signal handlers and starts the engine. A second SIGINT or SIGTERM ends
-    the process at once with 130 or 143. Errors are printed, the cause last.
+    Call it from the main thread: it installs signal handlers and starts the engine. A SIGINT or SIGTERM before it
+    serves ends the process at once with 0, a second one with 130 or 143. Errors are printed, the cause last.
     """
     started = time.monotonic()
     rank = config.distributed.node_rank or 0
@@ -58,6 +58,7 @@ def run(config: Config, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
             setproctitle.setproctitle(f"xllm serve [rank {rank}] :{listener.getsockname()[1]}")
             pid_file = PidFile(config.service.pid_file)
             stack.callback(pid_file.remove)
+            stop.last_words = pid_file.remove
             stack.enter_context(logs.to_file(config.service, rank))
             _announce(listener, config, has_keys=bool(keys))
             folder = RuntimeFolder()

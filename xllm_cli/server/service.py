@@ -98,7 +98,7 @@ class Service:
         stopped = asyncio.create_task(stop.wait())
         messages = asyncio.create_task(self._client.receive())
         ended = asyncio.create_task(self._engine.wait())
-        loaded = asyncio.create_task(self._load())
+        loaded = asyncio.create_task(self._load(stop))
         watchdog = asyncio.create_task(self._feed_watchdog())
         tasks: set[asyncio.Task[object]] = {web, stopped, messages, ended, loaded}
         try:
@@ -148,12 +148,13 @@ class Service:
         parsers = {"tool_call_parser": flags.tool_call_parser, "reasoning_parser": flags.reasoning_parser}
         return Tokenizer.from_folder(flags.model, **parsers)
 
-    async def _load(self) -> None:
+    async def _load(self, stop: StopSignals) -> None:
         """Until requests can be served; ModelError when the tokenizer cannot be read."""
         opening = asyncio.to_thread(self._open, asyncio.get_running_loop())
         tokenizer, ready = await asyncio.gather(opening, self._engine_ready())
         if tokenizer.chat_refusal is not None:
             logger.warning("/v1/chat/completions is off: %s", tokenizer.chat_refusal)
+        stop.drains = True
         self._state.tokenizer = tokenizer
         self._notifier.send("READY=1\nSTATUS=serving")
         memory = ready.snapshot.memory
