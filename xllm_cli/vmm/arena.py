@@ -104,6 +104,10 @@ class Arena(Range):
     def is_mapped(self, page: int) -> bool:
         return page in self._handles
 
+    def handles(self) -> dict[int, int]:
+        """page → handle of all that is mapped, in the order of the pages."""
+        return dict(sorted(self._handles.items()))
+
     def map(self, pages: Sequence[int], handles: Sequence[int]) -> None:
         """Put `handles[i]` at `pages[i]`, all or none. Raises VmmShortage or VmmError; then nothing has changed."""
         addresses = self._addresses(pages)

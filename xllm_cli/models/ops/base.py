@@ -8,7 +8,7 @@ sums are float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -38,6 +38,14 @@ class Linear:
     depth: int
     form: str
     dtype: torch.dtype
+
+
+class WeightMemory(Protocol):
+    """Where the operators of one model put its parameters and tables."""
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory of the operators' device for one of them, contiguous; it stays where it is."""
+        ...
 
 
 class Ops(Protocol):

@@ -7,7 +7,7 @@ faster: 93 against 75 GFLOP/s a thread on Zen 3 at 512 rows, 88 against 54 at 8 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch  # before _kernels, which uses the OpenMP runtime torch loads
 
@@ -15,7 +15,7 @@ from xllm_cli import _kernels
 from xllm_cli.errors import ModelError
 from xllm_cli.models.batch import Batch, LayerKV
 from xllm_cli.models.ops import onednn
-from xllm_cli.models.ops.base import Heads, Linear
+from xllm_cli.models.ops.base import Heads, Linear, WeightMemory
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 _PANEL = 16
@@ -24,14 +24,14 @@ _MAX_GROUP = 32  # query heads of one kv head
 _PIECE_BYTES = 64 << 20
 
 
-class WeightMemory:
+class HeapMemory:
     """Hands out weights from large pieces of memory that ask for 2 MiB pages, which read faster than 4 KiB ones."""
 
     def __init__(self) -> None:
         self._piece = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory that lives as long as the tensor. What is not handed out is never touched."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if self._used + nbytes > self._piece.numel():
@@ -54,10 +54,22 @@ class CpuOps:
     block_multiple = 1
     row_invariant = True
 
-    def __init__(self, level: str = "auto", *, prepacked: Collection[torch.dtype] | None = None) -> None:
-        """`level`: instructions the kernels may use. `prepacked`: types whose linears are oneDNN's; None probes."""
+    def __init__(
+        self,
+        level: str = "auto",
+        *,
+        prepacked: Collection[torch.dtype] | None = None,
+        memory: WeightMemory | None = None,
+    ) -> None:
+        """`level`: instructions the kernels may use. `prepacked`: types whose linears are oneDNN's; None probes.
+
+        `memory`: where weights go; None is the heap. oneDNN keeps what it packs in memory of its own, so with another
+        memory all linears are ours.
+        """
         self._kernels = _kernels.Kernels(level)
-        self._memory = WeightMemory()
+        self._memory = memory or HeapMemory()
+        if memory is not None:
+            prepacked = ()
         if prepacked is None:
             prepacked = [torch.bfloat16] if onednn.is_usable(torch.bfloat16) else []
         self._prepacked = frozenset(prepacked)
@@ -85,7 +97,12 @@ class CpuOps:
             narrow = None if bias is None else bias.to(first.dtype)
             return Linear(weight, narrow, columns, depth, "onednn", first.dtype)
         panels = self._pack_panels(itertools.chain([first], waiting), columns, depth, dtype=first.dtype)
-        return Linear(panels, None if bias is None else bias.float(), columns, depth, "panels", first.dtype)
+        kept = None if bias is None else self._keep(bias.float())
+        return Linear(panels, kept, columns, depth, "panels", first.dtype)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in the memory of the weights."""
+        return self._memory.take(tensor.shape, tensor.dtype).copy_(tensor)
 
     def _pack_panels(
         self, parts: Iterable[torch.Tensor], columns: int, depth: int, *, dtype: torch.dtype
@@ -114,11 +131,11 @@ class CpuOps:
 
     def pack_norm(self, weight: torch.Tensor, model_dtype: torch.dtype) -> torch.Tensor:
         """See Ops: as it is."""
-        return weight
+        return self._keep(weight)
 
     def pack_rope(self, table: torch.Tensor) -> torch.Tensor:
         """See Ops: as it is."""
-        return table
+        return self._keep(table)
 
     def place(self, batch: Batch) -> Batch:
         """See Ops: as it is."""
