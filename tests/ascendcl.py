@@ -30,6 +30,8 @@ CACHE = ROOT / "build" / "ascendcl"
 FLAGS = ("-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 # what torch_npu is linked against besides libascendcl
 SIBLINGS = ("libhccl.so", "libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libacl_tdt_channel.so")
+# folders that torch_npu wants to see in a toolkit
+PARTS = ("opp", "runtime", "compiler")
 # calls that CANN of that age does not have yet, by the source file that holds them
 NEWER_THAN = {"7.0": ("vmm_shared.cc", "vmm_access.cc"), "8.0": ("vmm_access.cc",), "9.0": ()}
 LEDGER_ROW = struct.Struct("<q16Q")
@@ -43,7 +45,7 @@ def build_emulator(cann: str = "9.0") -> Path:
     whichever of several processes comes first; raises CalledProcessError, the compiler's words are on stderr.
     """
     sources = sorted(SOURCES.iterdir())
-    digest = hashlib.sha256(repr((FLAGS, SIBLINGS, NEWER_THAN)).encode())
+    digest = hashlib.sha256(repr((FLAGS, SIBLINGS, PARTS, NEWER_THAN)).encode())
     for path in sources:
         digest.update(path.name.encode() + path.read_bytes())
     folder = CACHE / digest.hexdigest()[:16]
@@ -78,6 +80,11 @@ def build_releases(sources: list[Path], folder: Path) -> None:
         for cann, left_out in NEWER_THAN.items():
             kept = [made for unit, made in zip(units, objects, strict=True) if unit[0].name not in left_out]
             link(compiler, kept, folder / cann / "lib64")
+            for name in PARTS:
+                (folder / cann / name).mkdir()
+            (folder / cann / "ascend_toolkit_install.info").write_text(
+                f"package_name=Ascend-cann-toolkit\nversion={cann}\n"
+            )
 
 
 def link(compiler: str, objects: list[str], folder: Path) -> None:
@@ -97,7 +104,8 @@ def environment(home: Path, **knobs: object) -> dict[str, str]:
     """
     paths = filter(None, (str(home / "lib64"), os.environ.get("LD_LIBRARY_PATH")))
     settings = {f"XLLM_ACL_EMULATOR_{name.upper()}": str(value) for name, value in knobs.items()}
-    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths), "ASCEND_HOME_PATH": str(home), **settings}
+    toolkit = {"ASCEND_HOME_PATH": str(home), "ASCEND_OPP_PATH": str(home / "opp")}  # as its set_env.sh sets them
+    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths), **toolkit, **settings}
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ std::string report() {
 bool has_leaks() {
   const Live memory = live_memory();
   return !memory.reservations.empty() || !memory.handles.empty() || !memory.mappings.empty() ||
-         !memory.blocks.empty() || !memory.host.empty();
+         !memory.blocks.empty();
 }
 
 }  // namespace ascendcl

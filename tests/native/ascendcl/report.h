@@ -10,7 +10,7 @@ namespace ascendcl {
 
 std::string report();
 
-// Whether reservations, handles, mappings, blocks or pinned host memory are left.
+// Whether reservations, handles, mappings or blocks are left. Pinned host memory is not counted: torch_npu keeps it.
 bool has_leaks();
 
 }  // namespace ascendcl
