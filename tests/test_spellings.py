@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from checkpoints import tiny_checkpoint
 from flag_values import FREE, value_of, words_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from real_server import Serving
 
 from xllm_cli.argv import canonical
 from xllm_cli.cli import main
@@ -168,18 +169,13 @@ def test_commands_of_the_specification(capsys: pytest.CaptureFixture[str], block
         assert flat(out)[name] == FLAGS[name].parse(text)
 
 
-@pytest.mark.server
-def test_the_elastic_command_starts_and_dumps_its_configuration(tmp_path: Path) -> None:
+def test_a_dump_is_there_before_the_server_is(tmp_path: Path) -> None:
     dumped = tmp_path / "made" / "config.json"
-    flags = ["--enable_dump_config_json", f"--dump_config_json_file={dumped}"]
-    serving = Serving(tmp_path, tiny_checkpoint("llama"), *ELASTIC, *flags)
-    try:
-        assert len(serving.complete(prompt="x", max_tokens=3)["choices"]) == 1
-        memory = serving.vmm()
-        assert memory["reserve"] == 2**30 and memory["arena"] == memory["total"]
-        assert flat(dumped.read_text())["vmm_memory_reserve_bytes"] == 2**30
-    finally:
-        assert serving.stop() == 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = ["--host=127.0.0.1", f"--port={taken.getsockname()[1]}", f"--dump_config_json_file={dumped}"]
+        command = [sys.executable, "-m", "xllm_cli.cli", "serve", "/no/model", "--enable_dump_config_json", *where]
+        ended = subprocess.run([*command, *ELASTIC], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 3 and flat(dumped.read_text())["vmm_memory_reserve_bytes"] == 2**30
 
 
 def test_a_dump_that_fails_ends_the_start_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
