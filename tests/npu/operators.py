@@ -1,8 +1,8 @@
 """References of the torch_npu operators the product calls, in plain torch, with the vendor's contracts checked.
 
 SCHEMAS are the vendor's own (torch_npu 2.13.0), so torch itself refuses what the real operators would refuse: unknown
-names, tensors in place of host lists, wrong kinds. The rest of a contract is checked here and broken loudly with
-OperatorError. A test with these shows that arguments are right, not that the vendor's kernels compute well.
+names and wrong kinds. The rest of a contract is checked here and broken loudly with OperatorError. A test with these
+shows that arguments are right, not that the vendor's kernels compute well.
 
 Memory: cached positions from a sequence's end on are never looked at, nor blocks that left every query's window. Any
 other position is read, and what stands there may matter even where it is masked: 0 · NaN is NaN.
