@@ -5,14 +5,15 @@ Everything is scripted and counted in bytes; the cpu only computes the tokens.
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
 from simulated import BLOCK_BYTES, MIB, PAGE, Accelerator
 
 from xllm_cli import LLM
-from xllm_cli.core import Request, SamplingParams
-from xllm_cli.vmm.driver import VmmShortage, open_driver
+from xllm_cli.core import Output, Request, SamplingParams
+from xllm_cli.vmm.driver import FaultyDriver, VmmShortage, open_driver
 from xllm_cli.vmm.simulated import SEGMENT_BYTES, SimulatedAllocator, SimulatedDriver
 
 TOTAL = 64 * MIB
@@ -223,3 +224,69 @@ def test_an_error_that_is_not_about_memory_still_ends_the_step(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             llm.generate(prompts(1, 50), greedy(4))
         llm.engine.check()
+
+
+# --- all at once
+
+
+def disturb(accelerator: Accelerator, rng: random.Random) -> None:
+    """Peers, spikes, buffers and failing calls."""
+    device, driver = accelerator.device, accelerator.driver
+    assert isinstance(driver, FaultyDriver)
+    match rng.randrange(6):
+        case 0:
+            device.peer = rng.choice((0, 0, SMALL // 2, SMALL))
+        case 1:
+            device.before("create", rng.randrange(1, 4), rng.choice((MIB, SMALL, -SMALL)))
+        case 2:
+            accelerator.script([rng.choice((0, PAGE, MIB, SMALL)) for _ in range(rng.randrange(1, 4))] + [PAGE])
+        case 3:
+            verb = rng.choice(("create", "map", "unmap", "destroy", "info"))
+            nth = driver.counts()[f"{verb}_pages"] + rng.randrange(1, 9)
+            driver.fail(verb, nth, verb in ("create", "map") and rng.random() < 0.5)
+        case 4:
+            if device.outside > accelerator.allocator.reserved():
+                device.give(device.outside - accelerator.allocator.reserved())
+        case 5:
+            device.take(rng.choice((PAGE, MIB)))
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_no_amount_of_bad_luck_ends_the_engine_or_changes_a_token(monkeypatch, statistics: bool):
+    seed = random.SystemRandom().randrange(1 << 32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    accelerator = Accelerator(SMALL, statistics=statistics, faulty=True)
+    load = prompts(12, 120)
+    with accelerator.serve(monkeypatch, memory_wait_seconds=1.0) as llm:
+        right = [answer.token_ids for answer in llm.generate(load, greedy(25))]
+        given: dict[str, list[int]] = {}
+        ended: dict[str, Output] = {}
+        deadline = time.monotonic() + 2.5
+        while time.monotonic() < deadline:
+            if len(given) - len(ended) < 12:
+                name = str(len(given))
+                given[name] = []
+                prompt = load[int(name) % len(load)]
+                assert llm.engine.submit(Request(request_id=name, prompt_ids=prompt, sampling=greedy(25))) is None
+            if rng.random() < 0.2:
+                disturb(accelerator, rng)
+            for output in llm.engine.step().outputs:
+                given[output.request_id] += output.token_ids
+                if output.finish:
+                    ended[output.request_id] = output
+            llm.engine.check()
+        accelerator.script([0])
+        accelerator.device.peer = 0
+        accelerator.device.give(accelerator.device.outside - accelerator.allocator.reserved())
+        for output in llm.engine.drain(time.monotonic() + 40):
+            given[output.request_id] += output.token_ids
+            if output.finish:
+                ended[output.request_id] = output
+        llm.engine.check()
+        assert not llm.engine.has_work
+    codes = {output.error.code for output in ended.values() if output.error}
+    assert codes <= {"kv_memory_unavailable", "execution_memory_unavailable"}
+    for name, output in ended.items():
+        assert output.error or given[name] == right[int(name) % len(load)], name
+    assert sum(not output.error for output in ended.values()) >= 12
