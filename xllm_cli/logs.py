@@ -33,6 +33,7 @@ def set_up(service: ServiceConfig) -> None:
     handler.setFormatter(JsonLine() if service.log_format == "json" else TextLine(service.log_level == "debug"))
     root.addHandler(handler)
     root.setLevel(service.log_level.upper())
+    logging.captureWarnings(True)  # they have two lines of their own otherwise
 
 
 class TextLine(logging.Formatter):

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from xllm_cli.errors import ConfigError, XllmError
+from xllm_cli.server.keys import read_keys
+from xllm_cli.sources import API_KEY_VARIABLE
 
 DEFAULT_URL = "http://127.0.0.1:8010"
-KEY_VARIABLE = "XLLM_API_KEY"
 
 
 class Unreachable(XllmError):
@@ -115,14 +116,5 @@ class Client:
 
 
 def api_key(file: Path | None) -> str:
-    """The first key in `file`, else the environment's XLLM_API_KEY, else ''. ConfigError for an unreadable file."""
-    if file is None:
-        return os.environ.get(KEY_VARIABLE, "").partition(",")[0].strip()
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api_key_file={file}: {error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not keys:
-        raise ConfigError(f"--api_key_file={file} holds no key")
-    return keys[0]
+    """The first key in `file`, else the environment's XLLM_API_KEY, else ''. ConfigError for an unusable file."""
+    return read_keys(file)[0] if file else os.environ.get(API_KEY_VARIABLE, "").partition(",")[0].strip()

@@ -27,7 +27,8 @@ _xllm_completion() {
         # bash counts what follows a = as a word of its own
         [[ $COMP_WORDBREAKS == *=* && $word == *=* ]] && candidate=${candidate#"${word%%=*}="}
         [[ $candidate == *[=/] ]] && compopt -o nospace
-        COMPREPLY+=("$(printf '%q' "$candidate")")
+        printf -v candidate '%q' "$candidate"
+        COMPREPLY+=("${candidate/#\\\\~/"~"}")
     done < <(_XLLM_LINE=$line _XLLM_COMPLETE=bash_complete "$1" 2>/dev/null)
 }
 complete -o nosort -F _xllm_completion xllm

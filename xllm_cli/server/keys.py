@@ -22,7 +22,7 @@ class ApiKeys:
         """The keys of --api_key and --api_key_file. ConfigError for a file that cannot be read or holds none."""
         keys = [key.strip() for key in security.api_key.split(",")]
         if security.api_key_file:
-            keys += _from_file(Path(security.api_key_file))
+            keys += read_keys(Path(security.api_key_file))
         keys = [key for key in keys if key]
         if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
             raise ConfigError("an API key may hold only printable ASCII characters without blanks")
@@ -42,7 +42,8 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _from_file(path: Path) -> list[str]:
+def read_keys(path: Path) -> list[str]:
+    """The keys in a file, one on each line. ConfigError for a file that cannot be read or holds none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
