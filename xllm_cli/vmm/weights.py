@@ -73,13 +73,18 @@ class WeightArena:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for one parameter, contiguous. MemoryShortage with the numbers if there is no page for it."""
         assert self.state == "resident", "parameters are taken while the model is loaded"
-        start = -(-self.used // ALIGNMENT) * ALIGNMENT
-        end = start + torch.Size(shape).numel() * dtype.itemsize
+        start, end = _place(self.used, shape, dtype)
         if end > self._arena.nbytes:
             raise MemoryShortage(f"the weights need more than the {self._arena.nbytes} bytes reserved for them")
         self._map_up_to(-(-end // self._pool.page_bytes))
         self.used = end
         return self._arena.tensor(dtype, shape, offset=start)
+
+    def view(self, shape: Sequence[int], dtype: torch.dtype, used: int) -> tuple[torch.Tensor, int]:
+        """What take() gave when `used` bytes were taken, and how many were taken then."""
+        start, end = _place(used, shape, dtype)
+        assert end <= self.used, "the same parameters come in the same order"
+        return self._arena.tensor(dtype, shape, offset=start), end
 
     def _map_up_to(self, pages: int) -> None:
         missing = list(range(self._arena.mapped_pages, pages))
@@ -198,3 +203,8 @@ class WeightArena:
 
     def _stays_mapped(self, stuck: set[int]) -> VmmError:
         return VmmError("unmap", 0, self._arena.address, f"{len(stuck)} pages of the weights stay mapped")
+
+
+def _place(used: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+    start = -(-used // ALIGNMENT) * ALIGNMENT
+    return start, start + torch.Size(shape).numel() * dtype.itemsize

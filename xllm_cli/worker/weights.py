@@ -1,0 +1,158 @@
+"""The parameters of one model on one rank: awake, or asleep in one of three ways, and the ways between.
+
+    awake ─ sleep(1) → light   the pages are given back; a copy on the host brings the same bytes again
+          ─ sleep(2) → deep    no copy either: the checkpoint is read and packed anew
+          ─ park()   → parked  the pages are only set aside: awake again by mapping them
+    parked ─ give_up() → light its pages are given back after all
+    light, deep, parked ─ wake() → awake
+
+A state changes only when all of its change is done; what fails leaves the state as it was and may be tried again.
+Knows no request and no KV.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from xllm_cli.vmm.pool import PagePool
+from xllm_cli.vmm.weights import WeightArena
+from xllm_cli.worker.backup import Backup
+
+log = logging.getLogger(__name__)
+
+State = Literal["awake", "light", "deep", "parked"]
+LEVELS: dict[int, State] = {1: "light", 2: "deep"}
+
+
+class Weights:
+    """One model's arena and what can fill it again.
+
+    `reload` reads the checkpoint into the memory it is given, in the order in which it was loaded. `backup` None: there
+    is no room for a copy, so that a light sleep wakes as a deep one.
+    """
+
+    def __init__(
+        self, arena: WeightArena, pool: PagePool, *, reload: Callable[[Refill], None], backup: Backup | None
+    ) -> None:
+        self._arena = arena
+        self._pool = pool
+        self._reload = reload
+        self._backup = backup
+        self.state: State = "awake"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pages that the parameters need when awake."""
+        return self._arena.pages * self._pool.page_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of pages mapped now."""
+        return self._arena.mapped_bytes
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of pages set aside now."""
+        return self._arena.kept_bytes
+
+    def park(self) -> None:
+        """awake → parked. VmmError if a page cannot be unmapped."""
+        assert self.state == "awake"
+        self._arena.park()
+        self.state = "parked"
+
+    def sleep(self, level: int) -> None:
+        """awake or parked → light (1) or deep (2); from light to deep the copy goes, too. VmmError as park()."""
+        assert self.state != "deep" and level in LEVELS
+        if self.state != "light":
+            self._arena.discard()
+            self._pool.trim()
+        if level == 2 and self._backup is not None:
+            self._backup.close()
+            self._backup = None
+        self.state = LEVELS[level]
+
+    def give_up(self) -> int:
+        """parked → light: somebody needs the pages. Returns the bytes given back; 0 if nothing is parked."""
+        if self.state != "parked":
+            return 0
+        nbytes = self._arena.kept_bytes
+        self.sleep(1)
+        return nbytes
+
+    def wake(self, *, keep_free: int = 0) -> str:
+        """→ awake: "" if it went well, else why there are no pages. Raises VmmError, OSError or ModelError; whatever
+        it is, the state is what it was.
+
+        `keep_free` bytes stay free on the device. After a deep sleep there is a copy again, if there is room for it.
+        """
+        if self.state == "parked":
+            self._arena.unpark()
+        elif self._backup is not None:
+            if short := self._arena.restore(self._backup.fill, keep_free=keep_free):
+                return short
+        elif short := self._read_again(keep_free):
+            return short
+        self.state = "awake"
+        return ""
+
+    def _read_again(self, keep_free: int) -> str:
+        if short := self._arena.restore(_leave, keep_free=keep_free):
+            return short
+        try:
+            self._reload(Refill(self._arena))
+        except BaseException:
+            self._arena.discard()
+            self._pool.trim()
+            raise
+        self._backup = copy_of(self._arena)
+        return ""
+
+    def check(self) -> None:
+        """Assert that the arena is where the state says; for tests."""
+        self._arena.check()
+        expected = {"awake": "resident", "parked": "parked"}.get(self.state, "absent")
+        assert self._arena.state == expected, f"{self.state}, and the arena is {self._arena.state}"
+
+    def close(self) -> bool:
+        """Give everything back; False if a page or a tensor is still in use."""
+        if self._backup is not None:
+            self._backup.close()
+        return self._arena.close()
+
+
+class Refill:
+    """The memory of an arena handed out again from its start, in the order of the first time."""
+
+    def __init__(self, arena: WeightArena) -> None:
+        self._arena = arena
+        self._used = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See models.ops.base.WeightMemory."""
+        tensor, self._used = self._arena.view(shape, dtype, self._used)
+        return tensor
+
+
+def copy_of(arena: WeightArena) -> Backup | None:
+    """A copy on the host; None, with a warning, where there is no room for it."""
+    try:
+        backup = Backup()
+    except OSError as error:
+        log.warning("no copy of the weights: %s; a light sleep wakes by reading the checkpoint again", error)
+        return None
+    try:
+        backup.write(arena.read)
+    except OSError as error:
+        backup.close()
+        log.warning("no copy of the weights: %s; a light sleep wakes by reading the checkpoint again", error)
+        return None
+    return backup
+
+
+def _leave(chunk: torch.Tensor, offset: int) -> None:
+    """Fill nothing: the checkpoint is read into the pages once all are there."""
