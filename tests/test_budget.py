@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xllm_cli.cache.account import Account, GrowthGate
-from xllm_cli.cache.budget import Limits, Usage, floor_bytes, headroom, keep_free, possible
+from xllm_cli.cache.budget import Limits, Usage, explain, floor_bytes, headroom, keep_free, possible
 from xllm_cli.core import Observation
 
 GIB = 1 << 30
@@ -232,3 +233,45 @@ def test_closing_twice_keeps_the_later_end() -> None:
 
 def replace_seen(seen: Observation, **changes: int) -> Observation:
     return Observation(**{name: changes.get(name, getattr(seen, name)) for name in Observation.__struct_fields__})
+
+
+@given(observations, limits, usages, sizes)
+def test_what_must_stay_free_only_takes_away(seen: list[Observation], caps: Limits, usage: Usage, more: int) -> None:
+    greedier = [replace_seen(rank, execution_room=rank.execution_room + more) for rank in seen]
+    reserved = replace(caps, reserve=caps.reserve + more)
+    before = headroom(seen, caps, usage)
+    for after in (headroom(greedier, caps, usage), headroom(seen, reserved, usage)):
+        assert before.bytes - more <= after.bytes <= before.bytes
+        assert before.deficit <= after.deficit <= before.deficit + more
+    assert keep_free(seen, caps) <= keep_free(greedier, caps) <= keep_free(seen, caps) + more
+
+
+@given(observations, limits, usages)
+def test_every_limit_can_be_explained_with_its_numbers(seen: list[Observation], caps: Limits, usage: Usage) -> None:
+    room = headroom(seen, caps, usage)
+    for _, name in room.terms:
+        text = explain(name, seen, caps, usage)
+        assert text and "None" not in text
+    if room.limited_by == "limit":
+        assert explain("limit", seen, caps, usage).startswith(f"limit {caps.limit} - KV {usage.kv_mapped} - state")
+
+
+def test_the_sum_in_words_is_the_sum() -> None:
+    seen = replace_seen(DEVICE, execution_room=3, free_handles=7)
+    caps, usage = replace(WIDE, reserve=5, ratio=0.5), Usage(created=2)
+    text = explain("free_memory", [seen], caps, usage)
+    free, floor, room, reserve, zero, handles, created = (int(n) for n in re.findall(r"\d+", text))
+    assert (free, created, floor, room, reserve) == (60 * GIB, 2, 50 * GIB, 3, 5)
+    assert max(zero, free - floor - room - reserve) + handles - created == headroom([seen], caps, usage).bytes
+
+
+@given(observations, limits, usages)
+def test_the_growth_of_an_account_is_the_headroom_or_minus_what_is_lacking(
+    seen: list[Observation], caps: Limits, usage: Usage
+) -> None:
+    account = Account(caps, replace(usage, created=0))
+    account.observe(tuple(seen))
+    room = account.headroom()
+    assert account.growth <= room.bytes
+    assert account.growth == (min(room.bytes, -room.deficit) if room.deficit else room.bytes)
+    assert account.possible() >= 0

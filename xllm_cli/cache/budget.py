@@ -150,8 +150,8 @@ def explain(limited_by: LimitedBy, observations: Sequence[Observation], limits: 
     if _free(seen, usage) < seen.free:
         free = f"total {seen.total} - pages owned {seen.owned} - weights {_weights_outside(usage)}"
     return (
-        f"{free} - mapped since {usage.created} - floor {floor_bytes(seen.total, limits)} - execution room "
-        f"{seen.execution_room} - reserve {limits.reserve}, not below 0, + free handles {seen.free_handles}"
+        f"{free} - floor {floor_bytes(seen.total, limits)} - execution room {seen.execution_room} - reserve "
+        f"{limits.reserve}, not below 0, + free handles {seen.free_handles} - mapped since {usage.created}"
     )
 
 
