@@ -75,9 +75,8 @@ ASCENDCL_API int aclrtGetStreamOverflowSwitch(void* stream, std::uint32_t* flag)
 ASCENDCL_API std::size_t aclGetCompileoptSize(int) { return 1; }
 
 ASCENDCL_API int aclGetCompileopt(int option, char* value, std::size_t length) {
-  return call("aclGetCompileopt", {option}, [&] {
-    if (length == 0) violate(kBadArgument, "the result has room", "no room");
-    *value = '\0';
+  return call("aclGetCompileopt", {option, length}, [&] {
+    if (length != 0) *value = '\0';
   });
 }
 
