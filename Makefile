@@ -33,7 +33,8 @@ clients: .venv-clients/.installed
 	touch $@
 
 # torch_npu for real, on an emulated device, in an environment that stands on .venv: nothing else may see torch_npu,
-# because torch loads it by itself wherever it is installed.
+# because torch loads it by itself wherever it is installed. Compiled while it is installed: its sources make python
+# warn, and in tests a warning is an error.
 npu: setup .venv-npu/.installed
 	home="$$(cd tests && ../$(BIN)/python -c 'import ascendcl; print(ascendcl.build_emulator())')" && \
 	LD_LIBRARY_PATH="$$home/lib64" OMP_NUM_THREADS=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
@@ -41,7 +42,7 @@ npu: setup .venv-npu/.installed
 
 .venv-npu/.installed: tests/npu/requirements.txt .venv/.installed
 	test -x .venv-npu/bin/python || $(PYTHON) -m venv .venv-npu
-	.venv-npu/bin/python -m pip --disable-pip-version-check --quiet install $(PIP_ARGS) --no-deps --no-compile -r $<
+	.venv-npu/bin/python -m pip --disable-pip-version-check --quiet install $(PIP_ARGS) --no-deps -r $<
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 	> "$$(.venv-npu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/on_venv.pth"
 	touch $@
