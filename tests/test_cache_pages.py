@@ -33,7 +33,7 @@ class Rank:
         widths = [tensor.bytes_per_block for tensor in tensors]
         self.store = VirtualKvStore(self.arenas, self.pool, self.page_bytes, fence=lambda: None, block_bytes=widths)
         self.odds = 0.0
-        self.stuck = 0
+        self.stuck = self.copied = 0
         self._cache, self._driver, self._rng = cache, driver, rng
 
     def apply(self, delta: PageDelta) -> tuple[bool, Sequence[PageRef]]:
@@ -46,6 +46,7 @@ class Rank:
         self.store.trim()
         self.pool.check()
         self.stuck += len(outcome.stuck)
+        self.copied += len(delta.copies) if outcome.mapped else 0
         return outcome.mapped, outcome.stuck
 
     def observe(self) -> Observation:
@@ -105,6 +106,6 @@ def test_random_operations_over_failing_pages(widths: tuple[int, ...], fixed: bo
         ops.step()
         assert sum(arena.mapped_pages for arena in rank.arenas) * PAGE_BYTES == cache.bands()["mapped"]
     counters = cache.counters
-    assert min(counters.map_failures, counters.prefix_hits, counters.evicted_blocks, rank.stuck) > 0
+    assert min(counters.map_failures, counters.prefix_hits, counters.evicted_blocks, rank.stuck, rank.copied) > 0
     ops.drain()
     rank.close()
