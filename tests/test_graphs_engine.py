@@ -31,7 +31,7 @@ ATTENTION = "npu_fused_infer_attention_score"
 def references(monkeypatch: pytest.MonkeyPatch) -> References:
     made = References(attention_dtypes=FLOATS)
     monkeypatch.setattr(CpuDevice, "pads_rows", True)
-    monkeypatch.setattr(CpuDevice, "open_ops", lambda self: NpuOps(operators=made))
+    monkeypatch.setattr(CpuDevice, "open_ops", lambda self, memory=None: NpuOps(operators=made))
     monkeypatch.setattr(CpuDevice, "open_graphs", lambda self: EmulatedGraphs())
     return made
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from xllm_cli.flags import Config
 from xllm_cli.models.ops import open_ops
-from xllm_cli.models.ops.base import Ops
+from xllm_cli.models.ops.base import Ops, WeightMemory
 from xllm_cli.vmm.arena import HOST, AnonymousRange
 from xllm_cli.vmm.driver import Driver, open_driver
 from xllm_cli.worker.kv_store import KvStore
@@ -37,9 +37,9 @@ class CpuDevice:
             total_bytes=self._host.host_memory_bytes or None,
         )
 
-    def open_ops(self) -> Ops:
+    def open_ops(self, memory: WeightMemory | None = None) -> Ops:
         """See Device."""
-        return open_ops(self.name)
+        return open_ops(self.name, memory=memory)
 
     def open_observer(self, driver: Driver, store: KvStore) -> HostMemoryObserver:
         """See Device."""

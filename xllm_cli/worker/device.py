@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 from xllm_cli.errors import DeviceError
 from xllm_cli.flags import Config
-from xllm_cli.models.ops.base import Ops
+from xllm_cli.models.ops.base import Ops, WeightMemory
 from xllm_cli.vmm.driver import Driver
 from xllm_cli.worker.graphs import GraphRuntime
 from xllm_cli.worker.kv_store import KvStore, TensorRange
@@ -49,8 +49,8 @@ class Device(Protocol):
         """The driver of its memory. DeviceError if it cannot be used, with what to do about it."""
         ...
 
-    def open_ops(self) -> Ops:
-        """Its operators."""
+    def open_ops(self, memory: WeightMemory | None = None) -> Ops:
+        """Its operators; `memory` is where they put weights, None the device's usual place."""
         ...
 
     def open_observer(self, driver: Driver, store: KvStore) -> MemoryObserver:

@@ -19,7 +19,7 @@ import torch
 from xllm_cli.errors import DeviceError, MemoryShortage
 from xllm_cli.flags import Config
 from xllm_cli.models.ops import open_ops
-from xllm_cli.models.ops.base import Ops
+from xllm_cli.models.ops.base import Ops, WeightMemory
 from xllm_cli.vmm.driver import Driver, open_driver
 from xllm_cli.worker.graphs import GraphRuntime
 from xllm_cli.worker.kv_store import KvStore
@@ -68,10 +68,10 @@ class NpuDevice:
         """See Device: first, since it tells best what is missing."""
         return open_driver(self.name, page_bytes=self._page_bytes, device_index=self.index)
 
-    def open_ops(self) -> Ops:
+    def open_ops(self, memory: WeightMemory | None = None) -> Ops:
         """See Device. DeviceError, in one sentence, without a usable torch_npu."""
         assert self._npu is not None
-        return open_ops(self.name, device_index=self.index)
+        return open_ops(self.name, device_index=self.index, memory=memory)
 
     def open_observer(self, driver: Driver, store: KvStore) -> DeviceMemoryObserver:
         """See Device."""

@@ -6,7 +6,7 @@ stream and no graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from xllm_cli.errors import ModelError
 from xllm_cli.models.batch import Batch, LayerKV
-from xllm_cli.models.ops.base import Heads, Linear
+from xllm_cli.models.ops.base import Heads, Linear, WeightMemory
 from xllm_cli.models.ops.npu_operators import NpuOperators, OperatorsElsewhere
 
 _MASK_SIDE = 2048  # the one size of mask that the causal and the band mode take, whatever the context
@@ -63,6 +63,17 @@ class Angles:
         return cosines, sines
 
 
+class TorchMemory:
+    """Hands out memory of torch's allocator on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See WeightMemory."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+
 class NpuOps:
     """Activations have the model's type. Not row-invariant: the vendor's kernels promise nothing of the kind.
 
@@ -73,14 +84,24 @@ class NpuOps:
     block_multiple = 128
     row_invariant = False
 
-    def __init__(self, device_index: int = 0, operators: OperatorsElsewhere | None = None) -> None:
-        """torch_npu is loaded and the device set by then. `operators` replaces the vendor's and names its device."""
+    def __init__(
+        self,
+        device_index: int = 0,
+        operators: OperatorsElsewhere | None = None,
+        *,
+        memory: WeightMemory | None = None,
+    ) -> None:
+        """torch_npu is loaded and the device set by then. `operators` replaces the vendor's and names its device.
+
+        `memory`: where weights go; None is torch's allocator.
+        """
         if operators is None:
             self.device = torch.device("npu", device_index)
             self._operators = cast(NpuOperators, torch.ops.npu)
         else:
             self.device = operators.device
             self._operators = operators
+        self._memory = memory or TorchMemory(self.device)
         self._angles = Angles()
         self._mask = torch.ones((_MASK_SIDE, _MASK_SIDE), dtype=torch.int8).triu(1).to(self.device)
 
@@ -122,13 +143,13 @@ class NpuOps:
         """See Ops: one matrix on the device, the bias in its type."""
         waiting = iter(parts)
         first = next(waiting)
-        weight = torch.empty((columns, depth), dtype=first.dtype, device=self.device)
+        weight = self._memory.take((columns, depth), first.dtype)
         done = 0
         for part in (first, *waiting):
             weight[done : done + part.shape[0]] = part.to(self.device)
             done += part.shape[0]
         assert done == columns
-        packed_bias = None if bias is None else bias.to(self.device, first.dtype)
+        packed_bias = None if bias is None else self._keep(bias.to(first.dtype))
         return Linear(weight, packed_bias, columns, depth, "plain", first.dtype)
 
     def pack_embedding(self, table: torch.Tensor, *, is_head: bool = True) -> Linear:
@@ -140,17 +161,22 @@ class NpuOps:
     def pack_head(self, weight: torch.Tensor) -> Linear:
         """See Ops: float32, twice the memory of bfloat16, since the matrix product rounds to its inputs' type."""
         columns, depth = weight.shape
-        return Linear(weight.to(self.device).float(), None, columns, depth, "wide", weight.dtype)
+        wide = self._memory.take((columns, depth), torch.float32).copy_(weight)
+        return Linear(wide, None, columns, depth, "wide", weight.dtype)
 
     def pack_norm(self, weight: torch.Tensor, model_dtype: torch.dtype) -> torch.Tensor:
         """See Ops: in the model's type if that keeps every value (a checkpoint's own do, 1 + w need not)."""
         narrow = weight.to(model_dtype)
         kept = narrow if torch.equal(narrow.float(), weight) else weight
-        return kept.to(self.device)
+        return self._keep(kept)
 
     def pack_rope(self, table: torch.Tensor) -> torch.Tensor:
         """See Ops."""
-        return table.to(self.device)
+        return self._keep(table)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in the memory of the weights."""
+        return self._memory.take(tensor.shape, tensor.dtype).copy_(tensor)
 
     def place(self, batch: Batch) -> PlacedBatch:
         """See Ops. The lengths are read where they are: keep them on the host, else the device is waited for."""
