@@ -13,8 +13,10 @@ from typing import Any
 from ascendcl import build_emulator
 
 from xllm_cli.vmm.driver import HUGE_PAGE_BYTES, Driver, FaultyDriver, open_driver
+from xllm_cli.vmm.simulated import SimulatedDriver
 
-HOST_KINDS = ("host-huge", "host-4k", "small", "faulty")  # faulty fails on demand, else it is small
+# faulty fails on demand and simulated has a size of its own, else they are small
+HOST_KINDS = ("host-huge", "host-4k", "small", "faulty", "simulated")
 KINDS = (*HOST_KINDS, "acl")  # acl: on the emulated Ascend runtime
 ROOT = Path(__file__).parent.parent
 
@@ -26,6 +28,8 @@ def open_kind(kind: str, *, pages: int = 64, **options: Any) -> Driver:
     big = {"host-huge": ("huge", HUGE_PAGE_BYTES), "host-4k": ("4k", HUGE_PAGE_BYTES)}
     mode, page_bytes = big.get(kind, ("auto", 4096))
     driver = open_driver("cpu", mode=mode, page_bytes=page_bytes, total_bytes=pages * page_bytes, **options)
+    if kind == "simulated":
+        return SimulatedDriver(driver, total_bytes=pages * page_bytes)
     return FaultyDriver(driver) if kind == "faulty" else driver
 
 

@@ -64,7 +64,7 @@ def assert_misuse(call: Callable[[], object], op: str) -> None:
 
 def test_info_names_the_device(driver: Driver, kind: str) -> None:
     info = driver.info()
-    names = {"host-huge": ("host", "huge"), "acl": ("acl", "hbm")}
+    names = {"host-huge": ("host", "huge"), "acl": ("acl", "hbm"), "simulated": ("simulated", "4k")}
     assert (info.name, info.mode) == names.get(kind, ("host", "4k"))
     assert info.can_alias and info.max_reserve_bytes >= 128 << 30
     assert info.total == info.free == 64 * info.page_bytes
@@ -243,7 +243,7 @@ def test_unmap_is_never_refused_for_mappings(kind: str) -> None:
 
 def test_running_out_is_a_shortage_and_passes(driver: Driver, pages: list[int]) -> None:
     handles = driver.create(60)
-    with pytest.raises(VmmShortage, match="total_bytes"):
+    with pytest.raises(VmmShortage, match=r"total_bytes|simulated device"):
         driver.create(5)
     assert driver.memfd_bytes() == 60 * page_bytes_of(driver)
     handles += driver.create(4)
@@ -257,7 +257,7 @@ def test_running_out_is_a_shortage_and_passes(driver: Driver, pages: list[int]) 
 def test_more_than_the_machine_has_is_a_shortage(kind: str) -> None:
     neighbour, driver = open_kind(kind), open_kind(kind, pages=1 << 40)
     neighbour.create(3)
-    with pytest.raises(VmmShortage, match=r"host memory|aclrtMallocPhysical"):
+    with pytest.raises(VmmShortage, match=r"host memory|aclrtMallocPhysical|simulated device"):
         driver.create(driver.info().free // page_bytes_of(driver) + 1)
     assert driver.memfd_bytes() == 0 and driver.usage()["handles"] == 0
     neighbour.close()
