@@ -21,7 +21,7 @@ import pytest
 import scripted_server
 from checkpoints import tiny_checkpoint
 from command_line import environment, shell, wait_for
-from scripted_server import script, serving, wait_until, write_model
+from scripted_server import script, serving, write_model
 
 from xllm_cli.flags import FLAGS
 
@@ -89,7 +89,9 @@ def test_the_loop_over_ranks_runs_unchanged(tmp_path: Path) -> None:
         "ls: cannot access 'server.pid': No such file or directory",
     ], ran.stdout + ran.stderr + (tmp_path / "log" / "node_0.log").read_text()  # fmt: skip
     log = (tmp_path / "log" / "node_0.log").read_text()
-    assert "xllm is ready on" in log and "running `xllm serve`" in log and "Traceback" not in log
+    assert "xllm is ready on" in log and "running `xllm serve`" in log
+    line = re.compile(r"(INFO|WARNING) \d\d-\d\d \d\d:\d\d:\d\d \[\w+\.py:\d+\] .+|warning: .+|xllm is ready on .+")
+    assert not [text for text in log.splitlines() if not line.fullmatch(text)]
 
 
 def test_a_load_that_fails_ends_a_waiting_loop(tmp_path: Path) -> None:
@@ -191,15 +193,24 @@ def test_log_files_are_appended_to_and_may_be_truncated(tmp_path: Path, model: P
         wait_for(log, r"\AINFO .* GET /v1/models 200 .* after\n", process)
 
 
-def test_every_line_of_a_json_log_is_an_object(tmp_path: Path, model: Path) -> None:
-    with (tmp_path / "err").open("wb") as err, started(tmp_path, model, {"log_format": "json"}, stderr=err) as process:
-        url = wait_for(tmp_path / "err", r"listening on (\S+);", process)[1]
-        wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, seconds=20)
+def test_every_line_of_a_json_log_is_an_object(tmp_path: Path) -> None:
+    flags = "--log_format=json --vmm_elastic --port=1 --port=0 --host=127.0.0.1 --host_memory_bytes=1MiB"
+    ran = shell(f"xllm serve $MODEL {flags} 2>&1", tmp_path, MODEL=str(tiny_checkpoint("llama")))
+    entries = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert ran.returncode == 4 and len(entries) > 8
+    assert all({"time", "level", "pid", "where", "message"} <= entry.keys() for entry in entries)
+    assert [entry["level"] for entry in entries[:2]] == ["WARNING", "WARNING"]
+    assert entries[-1]["level"] == "ERROR" and "bytes" in entries[-1]["message"]
+
+
+def test_a_server_that_is_ready_says_so_in_the_log_where_lines_are_objects(tmp_path: Path, model: Path) -> None:
+    out = tmp_path / "out"
+    with out.open("wb") as file, started(tmp_path, model, {"log_format": "json"}, stdout=file, stderr=file) as process:
+        url = wait_for(out, r"xllm is ready on (\S+): tiny", process)[1]
         httpx.post(f"{url}/v1/completions", json={"prompt": script(say="hello", at=2, die=1)})
         assert process.wait(10) == 1
-    entries = [json.loads(line) for line in (tmp_path / "err").read_text().splitlines()]
-    assert all({"time", "level", "pid", "where", "message"} <= entry.keys() for entry in entries)
-    assert entries[-1]["level"] == "ERROR" and "the engine ended with status 1" in entries[-1]["message"]
+    entries = [json.loads(line) for line in out.read_text().splitlines()]
+    assert "the engine ended with status 1" in entries[-1]["message"]
 
 
 def test_the_start_says_versions_and_flags_but_no_secret(tmp_path: Path, model: Path) -> None:

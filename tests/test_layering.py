@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "facts",
         "flagfile",
+        "logs",
         "manual",
         "schema",
         "sources",

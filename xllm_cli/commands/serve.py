@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterable
 
 import click
 from click.shell_completion import CompletionItem
 
-from xllm_cli import manual
+from xllm_cli import logs, manual
 from xllm_cli.argv import canonical
 from xllm_cli.config import dump, print_form, rank_commands, report, resolve
 from xllm_cli.declare import Flag
 from xllm_cli.errors import ConfigError
 from xllm_cli.flagfile import expand
-from xllm_cli.flags import FLAGS
+from xllm_cli.flags import FLAGS, ServiceConfig
 from xllm_cli.sources import gather
+
+logger = logging.getLogger(__name__)
+_WARNINGS = "xllm.warnings"  # where click's context keeps those about the spelling
 
 
 def _option(flag: Flag) -> click.Option:
@@ -41,8 +46,7 @@ class ServeCommand(click.Command):
         spelled = canonical(expand(args))
         if spelled.errors and not any(arg.startswith("--help=") for arg in spelled.argv):
             raise ConfigError(report(spelled.errors))
-        for warning in spelled.warnings:
-            _warn(warning)
+        ctx.meta[_WARNINGS] = spelled.warnings
         return super().parse_args(ctx, spelled.argv)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -55,10 +59,6 @@ class ServeCommand(click.Command):
         return [CompletionItem(name, help=flag.help) for name, flag in names.items() if name.startswith(incomplete)]
 
 
-def _warn(message: str) -> None:
-    click.echo(f"warning: {message}", err=True)
-
-
 def _serve(**texts: str | None) -> int:
     """Serve a model over HTTP with OpenAI's API."""
     given = {name: text for name, text in texts.items() if text is not None}
@@ -66,21 +66,37 @@ def _serve(**texts: str | None) -> int:
         click.echo(manual.help_page(given["help"]))
         return 0
     settings = gather(given, os.environ)
-    for warning in settings.warnings:
-        _warn(warning)
-    resolved = resolve(settings, needs_model=True)
-    for warning in resolved.warnings:
-        _warn(warning)
+    warnings = [*click.get_current_context().meta.get(_WARNINGS, ()), *settings.warnings]
+    try:
+        resolved = resolve(settings, needs_model=True)
+    except ConfigError:
+        _warn(warnings)
+        raise
+    warnings += resolved.warnings
     if resolved.launch.only_prints:
+        _warn(warnings)
         click.echo(print_form(resolved))
         for line in rank_commands(resolved) if resolved.launch.dry_run else ():
             click.echo(line, err=True)
         return 0
+    service = resolved.config.service
+    _warn(warnings, service if service.log_format == "json" else None)
     if resolved.launch.enable_dump_config_json:
         dump(resolved)
     from xllm_cli.server.run import run
 
     return run(resolved.config)
+
+
+def _warn(warnings: Iterable[str], service: ServiceConfig | None = None) -> None:
+    """Lines on stderr, or records in the log of `service`, where every line is to be an object."""
+    if service is not None:
+        logs.set_up(service)
+    for warning in warnings:
+        if service is not None:
+            logger.warning("%s", warning)
+        else:
+            click.echo(f"warning: {warning}", err=True)
 
 
 command = ServeCommand(

@@ -168,9 +168,11 @@ class Service:
             f"{ready.max_model_len} tokens, cache for {ready.capacity_tokens} tokens, "
             f"{time.monotonic() - self._started:.1f} s after the start"
         )
-        if self._config.service.log_dir:
+        is_plain = self._config.service.log_format == "text"
+        if self._config.service.log_dir or not is_plain:
             logger.info("%s", text)
-        _say(text)
+        if self._config.service.log_dir or is_plain:  # stdout may be the log's place, too
+            _say(text)
 
     async def _engine_ready(self) -> Ready:
         """The engine's description; a phase that lasts gets a line every ten seconds."""
