@@ -161,6 +161,7 @@ def test_a_peer_that_strikes_between_check_and_map_makes_a_request_wait(monkeypa
         submit(llm, prompts(1, 200)[0], 8)
         first = llm.engine.step()
         assert (first.outputs, first.snapshot.num_waiting, first.snapshot.counters.map_failures) == ([], 1, 1)
+        assert first.snapshot.memory.headroom_explained.startswith("no growth for a moment")
         for _ in range(3):
             time.sleep(0.02)
             snapshot = llm.engine.step().snapshot

@@ -274,7 +274,8 @@ class CacheManager:
 
     def explain_headroom(self) -> str:
         """The sum behind the headroom, in words and bytes."""
-        return self._account.explain()
+        resting = "no growth for a moment, a map failed; else " if self.growth_is_closed else ""
+        return resting + self._account.explain()
 
     def floor(self) -> int:
         """Bytes that growth leaves free on the device whatever runs."""
