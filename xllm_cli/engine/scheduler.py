@@ -14,73 +14,13 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from xllm_cli.cache.manager import CacheManager
-from xllm_cli.core import Output, Row, StepPlan, StepResult, TokenLogprob
+from xllm_cli.core import Output, StepPlan, StepResult, TokenLogprob
+from xllm_cli.engine.draft import Draft, Entry, Totals
+from xllm_cli.engine.draft import StepLimits as StepLimits
 from xllm_cli.engine.pace import Pace
 from xllm_cli.engine.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """Bounds of one step. `chunk` is the most prompt tokens of one sequence, `prefill` of all; None is no bound.
-
-    `scored` bounds the tokens of prompts whose log probabilities are wanted: each needs a row of logits.
-    """
-
-    tokens: int
-    sequences: int
-    chunk: int | None
-    prefill: int | None
-    share_in_batch: bool = False
-    scored: int = 256
-    by_priority: bool = False
-
-
-@dataclass(slots=True)
-class Totals:
-    """What has been scheduled since the start; they only grow."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    prefill_chunks: int = 0
-    preemptions: int = 0
-    exhausted_steps: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A sequence in a plan, and what to put back if the plan cannot be executed."""
-
-    sequence: Sequence
-    row: Row
-    computed_before: int
-    admitted: bool
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan being made. `short_blocks` are the most blocks that one sequence wanted and could not have."""
-
-    step: int
-    now: float
-    tokens_left: int
-    prefill_left: int
-    scored_left: int = 0
-    entries: list[_Entry] = field(default_factory=list)
-    short_blocks: int = 0
-
-    @property
-    def is_short(self) -> bool:
-        return self.short_blocks > 0
-
-    def miss(self, num_blocks: int) -> None:
-        """Somebody goes without so many blocks: nobody younger gets any in this plan."""
-        self.short_blocks = max(self.short_blocks, num_blocks, 1)
 
 
 class Scheduler:
@@ -94,7 +34,7 @@ class Scheduler:
         self.pace = Pace(limits.tokens)
         self._cache = cache
         self._limits = limits
-        self._draft = _Draft(0, 0.0, 0, 0)
+        self._draft = Draft(0, 0.0, 0, 0)
 
     # --- arrivals and departures
 
@@ -120,7 +60,7 @@ class Scheduler:
         tokens = self.pace.tokens
         prefill = tokens if limits.prefill is None else min(tokens, limits.prefill)
         self.totals.steps += 1
-        self._draft = draft = _Draft(self.totals.steps, now, tokens, prefill, limits.scored)
+        self._draft = draft = Draft(self.totals.steps, now, tokens, prefill, limits.scored)
         self.waiting_for = ""
         self._obey_limit(draft)
         self._schedule_decodes(draft)
@@ -138,12 +78,12 @@ class Scheduler:
         """KV bytes of the blocks that a sequence wanted in the last plan and could not have; 0 if nobody was short."""
         return self._draft.short_blocks * self._cache.spec.bytes_per_block
 
-    def _obey_limit(self, draft: _Draft) -> None:
+    def _obey_limit(self, draft: Draft) -> None:
         """A limit lowered below what running sequences hold: the youngest give way."""
         while self.running and self._cache.over_limit_bytes() > 0:
             self._preempt(self.running[-1], draft)
 
-    def _schedule_decodes(self, draft: _Draft) -> None:
+    def _schedule_decodes(self, draft: Draft) -> None:
         for sequence in [s for s in self.running if s.is_decoding and s.is_ready]:
             if draft.tokens_left < 1:
                 return
@@ -152,7 +92,7 @@ class Scheduler:
             if self._make_room(sequence, 1, draft):
                 self._add(sequence, 1, draft)
 
-    def _make_room(self, sequence: Sequence, count: int, draft: _Draft) -> bool:
+    def _make_room(self, sequence: Sequence, count: int, draft: Draft) -> bool:
         """Blocks for a running decode, if need be those of the youngest. While growth is closed it waits instead."""
         while not self._cache.grow(sequence.table, sequence.computed + count):
             draft.miss(1)
@@ -164,12 +104,12 @@ class Scheduler:
                 return False
         return True
 
-    def _schedule_prefills(self, draft: _Draft) -> None:
+    def _schedule_prefills(self, draft: Draft) -> None:
         for sequence in [s for s in self.running if not s.is_decoding and s.is_ready]:
             if draft.is_short or not self._prefill(sequence, draft):
                 return
 
-    def _prefill(self, sequence: Sequence, draft: _Draft) -> bool:
+    def _prefill(self, sequence: Sequence, draft: Draft) -> bool:
         """Schedule a running prefill's next chunk; False if it must wait and so must everybody behind it."""
         before = sequence.computed
         self._match(sequence)
@@ -183,7 +123,7 @@ class Scheduler:
         self._add(sequence, count, draft, computed_before=before)
         return True
 
-    def _force_oldest(self, draft: _Draft) -> None:
+    def _force_oldest(self, draft: Draft) -> None:
         """Nothing could run: the youngest give way, one after another, until the oldest runs or is alone. Not while a
         grammar thinks: then it may be that nothing is short. Nor while a failed map keeps growth closed for a moment:
         what is computed is dearer than the wait."""
@@ -197,7 +137,7 @@ class Scheduler:
                 return
             self._preempt(self.running[-1], draft)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         while self.waiting and len(self.running) < self._limits.sequences:
             sequence = self.waiting[0]
             if draft.is_short or sequence.preempted_in_step == draft.step:
@@ -220,7 +160,7 @@ class Scheduler:
         if self.waiting:
             self.waiting_for = "a slot"
 
-    def _admit_head(self, sequence: Sequence, draft: _Draft) -> bool:
+    def _admit_head(self, sequence: Sequence, draft: Draft) -> bool:
         """Admission needs the whole remaining prompt and one block more to fit, besides what was promised before."""
         self._match(sequence)
         count = self._chunk(sequence, draft)
@@ -243,7 +183,7 @@ class Scheduler:
         if sequence.num_unscored == 0 and sequence.computed % self._cache.block_size == 0:
             sequence.computed = max(sequence.computed, self._cache.match(sequence.table, sequence.tokens))
 
-    def _chunk(self, sequence: Sequence, draft: _Draft) -> int:
+    def _chunk(self, sequence: Sequence, draft: Draft) -> int:
         """How many tokens of a prefill may run now. Without chunking a prompt runs whole; only what is recomputed after
         a preemption can be longer than a whole step, and is cut then."""
         missing = len(sequence.tokens) - sequence.computed
@@ -264,13 +204,13 @@ class Scheduler:
         self,
         sequence: Sequence,
         count: int,
-        draft: _Draft,
+        draft: Draft,
         *,
         computed_before: int | None = None,
         admitted: bool = False,
     ) -> None:
         before = sequence.computed if computed_before is None else computed_before
-        draft.entries.append(_Entry(sequence, sequence.row(count), before, admitted))
+        draft.entries.append(Entry(sequence, sequence.row(count), before, admitted))
         draft.tokens_left -= count
         if not sequence.is_decoding:
             draft.prefill_left -= count
@@ -278,7 +218,7 @@ class Scheduler:
             if self._limits.share_in_batch:
                 self._cache.publish(sequence.table, sequence.tokens, sequence.computed + count, provisional=True)
 
-    def _preempt(self, victim: Sequence, draft: _Draft) -> None:
+    def _preempt(self, victim: Sequence, draft: Draft) -> None:
         """Give a running sequence's blocks back; it waits ahead of newcomers and recomputes what is not cached."""
         self.running.remove(victim)
         self._cache.release(victim.table)
@@ -362,7 +302,7 @@ class Scheduler:
         finish = sequence.append(token.token_id)
         return sequence.output([token], finish, scores)
 
-    def _count(self, entry: _Entry) -> None:
+    def _count(self, entry: Entry) -> None:
         sequence, row = entry.sequence, entry.row
         end, hits = row.start + len(row.token_ids), row.start - entry.computed_before
         self.totals.prompt_tokens += max(0, min(end, sequence.num_prompt) - row.start)

@@ -13,7 +13,7 @@ from xllm_cli.cache.budget import Limits, floor_bytes
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import CacheSpec
 from xllm_cli.engine.admission import ServingLimits
-from xllm_cli.engine.scheduler import StepLimits
+from xllm_cli.engine.draft import StepLimits
 from xllm_cli.errors import MemoryShortage
 from xllm_cli.flags import Config
 from xllm_cli.vmm.driver import DriverInfo
