@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from checkpoints import tiny_checkpoint
 from simulated import FLAGS, MIB, PAGE, Accelerator
-from test_scheduler import Rig
 
 from xllm_cli import LLM
 from xllm_cli.config import make_config
@@ -61,20 +59,6 @@ def test_a_fixed_pool_takes_what_is_free_less_what_must_stay_free_and_counts_nob
 
 
 # --- a full device
-
-
-def test_a_batch_far_larger_than_memory_queues(monkeypatch):
-    rig = Rig(12, sequences=64, tokens=256)
-    for number in range(10_000):
-        rig.add(1 + number % 9, max_tokens=1)
-    finished = 0
-    started = time.monotonic()
-    while rig.scheduler.waiting or rig.scheduler.running:
-        plan = rig.plan()
-        finished += len(rig.scheduler.commit(plan, rig.done(plan)))
-        assert time.monotonic() - started < 60
-    rig.cache.check()
-    assert finished == 10_000
 
 
 def test_a_fixed_size_of_the_cache_does_not_eat_the_room_of_execution(monkeypatch):
