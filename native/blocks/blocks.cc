@@ -144,10 +144,6 @@ void Widths::release(Block start, Block stop) {
   }
 }
 
-bool Widths::has_changed() const {
-  return std::any_of(pages_.begin(), pages_.end(), [](const auto& pages) { return !pages->changed_.empty(); });
-}
-
 bool Widths::are_present(Block block) const {
   for (const auto& pages : pages_) {
     for (Page page = pages->first_page(block); page <= pages->last_page(block); ++page) {

@@ -120,7 +120,6 @@ class Widths {
   void release(Block start, Block stop);
   std::vector<Turned> take_turned() { return std::exchange(turned_, {}); }
   bool has_turned() const { return !turned_.empty(); }
-  bool has_changed() const;
   std::vector<Page> take_changed(std::size_t width) { return std::exchange(pages_[width]->changed_, {}); }
   const Pages& pages(std::size_t width) const { return *pages_[width]; }
 
