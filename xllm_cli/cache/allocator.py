@@ -232,11 +232,9 @@ class Allocator:
         """Forget so many idle blocks that the others, once moved together, need `pages` pages less. Pages that held
         blocks keep stay anyway: what fits beside those is kept."""
         residency, pool = self.residency, self.pool
-        stays = (
-            residency.mapped_pages + residency.missing_pages - residency.leaving_pages - residency.spare_pages - pages
-        )
+        stays = (residency.wanted_pages - pages) * residency.page_bytes
         _, beside = pool.pinned()
-        elsewhere = residency.packed_blocks(stays * residency.page_bytes) - pool.first_block - pool.num_held - beside
+        elsewhere = residency.packed_blocks(stays) - pool.first_block - pool.num_held - beside
         surplus = self.index.num_idle - beside - max(0, elsewhere)
         if surplus > 0:
             self._forget(self.index.evict(surplus))

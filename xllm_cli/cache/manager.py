@@ -6,6 +6,8 @@ acknowledgement changes what is mapped, so rolling a plan back touches blocks an
 One plan   match, grow, publish(provisional) … → plan_delta → ranks → acknowledge or refuse → observe → publish, release
 In a plan  missing - leaving ≤ headroom: pages that leave with a delta pay for the pages it maps
 Bytes      mapped = kv_live (with padding) + kv_cached + kv_idle + kv_spare
+
+Longer than other files: it is all that the scheduler may ask of the cache, and most of it is said, not done, here.
 """
 
 from __future__ import annotations
