@@ -28,7 +28,7 @@ def record(message: str, *arguments: object, fails: bool = False) -> logging.Log
 def test_a_message_of_several_lines_is_one_line() -> None:
     line = TextLine(shows_tracebacks=False).format(record("%d problems\n  - a\n\n  - b\r\n", 2))
     assert line.startswith("WARNING ") and line.endswith("[engine.py:12] 2 problems | - a | - b")
-    assert one_line("") == "" and one_line("a") == "a"
+    assert one_line("") == "" and one_line("a") == "a" and one_line("f(x)\n  ^^^\n  ~~^~") == "f(x)"
 
 
 def test_a_traceback_has_lines_of_its_own_only_where_asked() -> None:

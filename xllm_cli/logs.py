@@ -75,8 +75,8 @@ class JsonLine(logging.Formatter):
 
 
 def one_line(text: str) -> str:
-    """Its lines, joined by bars."""
-    return " | ".join(part for line in text.splitlines() if (part := line.strip()))
+    """Its lines, joined by bars; those that only underline another are left out."""
+    return " | ".join(part for line in text.splitlines() if (part := line.strip()).strip("^~"))
 
 
 def tell(error: XllmError, service: ServiceConfig) -> None:
