@@ -1,5 +1,5 @@
 // The part of the ACL ABI that the emulator speaks: types, values and error codes, declared anew from the documented
-// layout. Knows no behaviour. Sizes and offsets are asserted, so that a slip is a build error and not a wrong device id.
+// layout. Knows no behaviour. Sizes and offsets are asserted: a slip is a build error and not a wrong device id.
 #pragma once
 
 #include <cstddef>

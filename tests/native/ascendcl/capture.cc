@@ -55,8 +55,13 @@ std::shared_ptr<Graph> find_graph(void* handle) {
 }
 
 void destroy_graph(void* handle) {
-  find_graph(handle);
+  const std::shared_ptr<Graph> graph = find_graph(handle);
   const std::lock_guard lock(queues().mutex);
+  std::vector<const void*> groups;
+  for (const auto& [key, group] : queues().groups.all()) {
+    if (group->graph == graph) groups.push_back(reinterpret_cast<const void*>(key));
+  }
+  for (const void* group : groups) queues().groups.remove(group);
   queues().graphs.remove(handle);
 }
 

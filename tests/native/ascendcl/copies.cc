@@ -17,7 +17,8 @@ namespace {
 std::vector<Span> device_spans(const void* first, const void* second, std::size_t nbytes) {
   std::vector<Span> spans;
   for (const void* address : {first, second}) {
-    if (address != nullptr && VirtualSpace::contains(address_of(address))) spans.push_back({address_of(address), nbytes});
+    const bool on_device = address != nullptr && VirtualSpace::contains(address_of(address));
+    if (on_device) spans.push_back({address_of(address), nbytes});
   }
   return spans;
 }

@@ -66,7 +66,9 @@ int physical_device(int device) {
 std::shared_ptr<Context> current_context() {
   const std::lock_guard lock(devices().mutex);
   const std::shared_ptr<Context> context = devices().contexts.find(bound_context);
-  if (context == nullptr) violate(kNoContext, "each thread sets its device", "aclrtSetDevice did not run in this thread");
+  if (context == nullptr) {
+    violate(kNoContext, "each thread sets its device", "aclrtSetDevice did not run in this thread");
+  }
   return context;
 }
 
@@ -192,7 +194,9 @@ ASCENDCL_API int aclrtGetMemInfo(int attribute, std::size_t* free, std::size_t* 
   return call("aclrtGetMemInfo", {attribute}, [&] {
     check_given(free, "the result");
     check_given(total, "the result");
-    if (attribute < 0 || attribute > kMemP2pHuge1G) violate(kBadArgument, "memory attributes are known ones", "no");
+    if (attribute < 0 || attribute > kMemP2pHuge1G) {
+      violate(kBadArgument, "memory attributes are known ones", text("attribute %d", attribute));
+    }
     const DeviceMemory memory = device_memory(physical_device(current_context()->device));
     *free = memory.free;
     *total = memory.total;

@@ -1,7 +1,7 @@
 // How much of each device's memory is taken, and by whom. Knows bytes, not pages or addresses.
 //
-// Without a file the ledger is the process's own; with one (settings.ledger) all processes that name the same file share
-// the devices: each has a row, and the row of a process that died counts no more. The file is `kRows` rows of
+// Without a file the ledger is the process's own; with one (settings.ledger) all processes that name the same file
+// share the devices: each has a row, and the row of a process that died counts no more. The file is `kRows` rows of
 // { int64 process id, 0 = free; uint64 bytes[16] }, so a test can take memory from a running server by adding a row.
 #pragma once
 

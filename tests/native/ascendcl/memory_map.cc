@@ -110,9 +110,8 @@ void* MemoryMap::retain(std::uint64_t address) {
 void MemoryMap::check_free(std::uint64_t address, std::uint64_t nbytes) const {
   const auto next = extents_.lower_bound(address);
   const bool hits_next = next != extents_.end() && next->first < address + nbytes;
-  const bool hits_previous = next != extents_.begin() && std::prev(next)->first + std::prev(next)->second.nbytes > address;
   // Driver rule 5.
-  if (hits_next || hits_previous) {
+  if (hits_next || find(address) != nullptr) {
     violate(kDriverError, "map only where nothing is mapped", text("%#llx has a map already", number(address)));
   }
 }

@@ -137,7 +137,8 @@ void write_report(const std::string& path, const std::string& made) {
     return;
   }
   std::string named = path;
-  if (const auto place = named.find("%p"); place != std::string::npos) named.replace(place, 2, std::to_string(::getpid()));
+  const auto place = named.find("%p");
+  if (place != std::string::npos) named.replace(place, 2, std::to_string(::getpid()));
   std::FILE* file = std::fopen(named.c_str(), "w");
   if (file == nullptr) {
     std::fprintf(stderr, "ascendcl emulator: the report cannot be written to %s\n", named.c_str());

@@ -31,7 +31,8 @@ struct Shareable {
 };
 
 Shareable read_key(std::uint64_t key) {
-  return {static_cast<std::int32_t>(key >> 32), static_cast<int>(key >> 16 & 0xFFFF), static_cast<int>(key & 0xFFFF) - 1};
+  const int file = static_cast<int>(key >> 16 & 0xFFFF);
+  return {static_cast<std::int32_t>(key >> 32), file, static_cast<int>(key & 0xFFFF) - 1};
 }
 
 bool read_entry(int file, int index, Entry& entry) {
@@ -86,7 +87,7 @@ void* import_handle(std::uint64_t key, int device) {
   Entry entry{};
   if (file < 0 || !read_entry(file, shareable.entry, entry)) {
     if (file >= 0) ::close(file);
-    violate(kInvalidValue, "import what was exported", text("%#llx is no export", static_cast<unsigned long long>(key)));
+    violate(kInvalidValue, "import what was exported", text("%#jx is no export", static_cast<std::uintmax_t>(key)));
   }
   const auto& importers = entry.importers;
   if (entry.restricted != 0 && std::find(importers.begin(), importers.end(), ::getpid()) == importers.end()) {

@@ -1,5 +1,5 @@
-// Handles of one process in another: the exporter keeps a table in the first bytes of its memory file, the importer opens
-// that file through /proc. Knows no addresses.
+// Handles of one process in another: the exporter keeps a table in the first bytes of its memory file, the importer
+// opens that file through /proc. Knows no addresses.
 #pragma once
 
 #include <cstddef>

@@ -16,7 +16,7 @@ namespace ascendcl {
 
 class VirtualSpace {
  public:
-  static constexpr std::uint64_t kBase = 17 * 1024 * kGiB;  // a TiB above the window's start: sanitizers' shadow ends there
+  static constexpr std::uint64_t kBase = 17 * 1024 * kGiB;  // sanitizers' shadow ends just above 16 TiB
   static constexpr std::uint64_t kUnits = 5376;
   static constexpr std::uint64_t kEnd = kBase + kUnits * kGiB;
   static constexpr std::uint64_t kSmall = 512 * kMiB;
