@@ -43,6 +43,9 @@ class Ranks(FakeRanks):
         mapped, stuck = self.apply(plan.delta)
         for tensor, page in before - self.mapped:
             self.forget(tensor, page)
+        for source, target in plan.delta.copies if mapped else ():
+            for offset in range(self.block_size):
+                self.slots[target, offset] = self.slots[source, offset]
         drawn = self.run(plan.rows, tokens_of) if mapped else ()
         if mapped and plan.rows and self._rng.random() < self.exhaust:  # after all was written: nothing of it counts
             return StepResult(
