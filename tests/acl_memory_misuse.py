@@ -207,6 +207,7 @@ MISUSES = {
     "destroy twice, mapped": Misuse(107000, "a handle is not used after FreePhysical", destroy_twice_mapped),
     "map at an offset": Misuse(107000, "map from offset 0", lambda acl: map_at(acl, offset=PAGE)),
     "map with flags": Misuse(100000, "flags are zero", lambda acl: map_at(acl, flags=1)),
+    "map nothing": Misuse(100000, "sizes are positive", lambda acl: map_at(acl, nbytes=0)),
     "map too much": Misuse(107000, "map the whole handle", lambda acl: map_at(acl, nbytes=2 * PAGE)),
     "map too little": Misuse(107000, "map the whole handle", lambda acl: map_at(acl, nbytes=PAGE // 2)),
     "map unaligned": Misuse(507899, "addresses are aligned to the page", lambda acl: map_at(acl, place=4096)),

@@ -1,6 +1,6 @@
 // What an emulated machine is like, read once from the environment. Knows no calls.
 //
-//   XLLM_ACL_EMULATOR_MODE        hardware (default): a broken rule is the vendor's code; strict: it aborts and says why
+//   XLLM_ACL_EMULATOR_MODE        hardware (default): a broken rule is the vendor's code; strict: an abort in words
 //   XLLM_ACL_EMULATOR_HBM_BYTES   memory of each device, default 8 GiB; host memory is used only where touched
 //   XLLM_ACL_EMULATOR_DEVICES     number of devices, default 1; ASCEND_RT_VISIBLE_DEVICES chooses among them
 //   XLLM_ACL_EMULATOR_SOC         the name aclrtGetSocName says, default Ascend910B3
