@@ -82,7 +82,7 @@ def test_warnings_are_not_lost_in_an_error(capsys: pytest.CaptureFixture[str], m
 
 def test_all_that_is_wrong_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     ran = Ran(capsys, "serve", "--enable_vmm_weights=true", "--max_memory_utilization=0", "--num_speculative_tokens=1")
-    assert ran.code == 2 and ran.err.startswith("xllm: 5 problems with the configuration\n")
+    assert ran.code == 2 and ran.err.startswith("xllm: 4 problems with the configuration\n")
     assert all(words in ran.err for words in ("R3:", "R13:", "--model is missing", "--num_speculative_tokens=1 (c"))
 
 

@@ -17,7 +17,7 @@ from checkpoints import tiny_checkpoint
 
 from xllm_cli import LLM
 from xllm_cli.core import Output, Request, Row, SamplingParams, StepPlan, StepResult, TokenLogprob
-from xllm_cli.engine import host
+from xllm_cli.engine import parts
 from xllm_cli.engine.scheduler import Scheduler, StepLimits
 from xllm_cli.engine.sequence import Sequence
 from xllm_cli.models.ops.cpu import CpuOps
@@ -312,7 +312,7 @@ class Client:
 @pytest.mark.parametrize("layout", ["interleaved", "per_layer"])
 def test_random_traffic_over_failing_pages_gets_the_tokens_of_a_calm_engine(layout: str, monkeypatch):
     monkeypatch.setattr(CpuOps, "kv_layout", layout)
-    monkeypatch.setattr(host, "SPARE_BYTES", 4 * PAGE)  # few spares: pages come and go all the time
+    monkeypatch.setattr(parts, "SPARE_BYTES", 4 * PAGE)  # few spares: pages come and go all the time
     seed = SEEDS.randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)

@@ -13,7 +13,7 @@ from checkpoints import tiny_checkpoint
 
 from xllm_cli import LLM
 from xllm_cli.core import PageDelta, PageRef, SamplingParams
-from xllm_cli.engine import host
+from xllm_cli.engine import parts
 from xllm_cli.errors import XllmError
 from xllm_cli.vmm.arena import Arena
 from xllm_cli.vmm.driver import FaultyDriver, VmmError, open_driver
@@ -68,7 +68,7 @@ class Bench:
 @pytest.fixture(scope="module", params=["huge", "4k"])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "SPARE_BYTES", 0)  # no spares: every wave gives its pages back and creates them again
+        patch.setattr(parts, "SPARE_BYTES", 0)  # no spares: every wave gives its pages back and creates them again
         made = Bench(request.param, enable_prefix_cache=False)
         yield made
         assert made.llm.close()

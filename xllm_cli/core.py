@@ -104,7 +104,25 @@ class Trim(msgspec.Struct, frozen=True, tag="trim"):
     bytes: int | None = None
 
 
-Command = SetLimit | Trim
+class Sleep(msgspec.Struct, frozen=True, tag="sleep", kw_only=True):
+    """Give the weights' pages back: level 1 keeps a copy on the host, 2 none; with `park` they are only set aside.
+
+    `mode` is what becomes of open requests: refuse the command, wait for them, or abort them. Answered by Done.
+    """
+
+    command_id: str
+    level: Literal[1, 2] = 1
+    park: bool = False
+    mode: Literal["refuse", "wait", "abort"] = "refuse"
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Bring the weights back. Answered by Done."""
+
+    command_id: str
+
+
+Command = SetLimit | Trim | Sleep | Wake
 ToEngine = Request | Abort | Shutdown | Command
 
 # --- answers: engine → server --------------------------------------------------------------------------------------
@@ -280,12 +298,17 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
-    """A command took effect. `freed` bytes went back to the device; `snapshot` is the state after it."""
+    """A command took effect, or could not (`error`). `freed` bytes went back to the device, `taken` came from it;
+    `before` and `after` are the model's states, `snapshot` is the whole state after it."""
 
     command_id: str
-    freed: int
     seconds: float
     snapshot: Snapshot
+    freed: int = 0
+    taken: int = 0
+    before: str = ""
+    after: str = ""
+    error: ErrorInfo | None = None
 
 
 FromEngine = StepEvents | Loading | Ready | Heartbeat | Fatal | Done

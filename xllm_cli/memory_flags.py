@@ -15,10 +15,9 @@ class VmmConfig(Section):
     enable_vmm_kvcache: bool = flag(
         False, "KV cache in virtual memory: pages come and go with the load, addresses stay", common=True
     )
-    enable_vmm_weights: bool = unbuilt(
-        False, "weights in virtual memory: the model can sleep and fork", "weights are ordinary tensors so far",
-        common=True,
-    )  # fmt: skip
+    enable_vmm_weights: bool = flag(
+        False, "weights in virtual memory: the model can sleep, and its memory goes to others meanwhile", common=True
+    )
     vmm_elastic: bool = flag(
         False, "back pages on demand and return them; fixed takes everything at start and never waits", common=True
     )

@@ -18,6 +18,7 @@ from xllm_cli.engine.notices import Notices
 from xllm_cli.engine.report import Reporter
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.engine.sequence import Sequence
+from xllm_cli.engine.slumber import Bed, Mode, Slumber
 from xllm_cli.errors import RequestError
 from xllm_cli.neighbours.peers import PeerCounters
 from xllm_cli.worker.group import Group
@@ -59,13 +60,15 @@ class Engine:
         self._starved_since: float | None = None
         self._has_run = False
         self._notices = Notices(clock)
+        self._slumber = Slumber(cache, group.weights)
+        self._late: list[Output] = []  # of requests that a command ended, for the next step's events
 
     # --- between steps
 
     def submit(self, request: Request) -> Output | None:
         """Queue a request; an error output if it can never be served."""
         try:
-            self._check_id(request.request_id)
+            self._check_state(request.request_id)
             max_tokens = self._admission.check(request)
         except RequestError as error:
             return refusal(request.request_id, error)
@@ -107,7 +110,8 @@ class Engine:
 
         With nothing to run it still looks at memory, and gives back what is due: neighbours come and go.
         """
-        ended = self._follow_grammars() if self._guided else []
+        ended, self._late = self._late, []
+        ended += self._follow_grammars() if self._guided else []
         for _ in range(2):
             plan = self._scheduler.plan(self._clock())
             result = self._execute(plan)
@@ -201,8 +205,46 @@ class Engine:
         self._cache.set_limit(nbytes)
 
     def trim(self, nbytes: int | None = None) -> int:
-        """Let up to `nbytes` (None: all) that no request uses leave with the next step; returns how many will."""
-        return self._cache.forget_bytes(self._cache.bands()["mapped"] if nbytes is None else nbytes)
+        """Let up to `nbytes` (None: all) that no request uses leave with the next step; returns how many will. Weights
+        that are only set aside leave, too, if the cache has not as much."""
+        given = self._cache.forget_bytes(self._cache.bands()["mapped"] if nbytes is None else nbytes)
+        return given if nbytes is not None and given >= nbytes else given + self._slumber.give_up_parked()
+
+    @property
+    def model_state(self) -> str:
+        """awake, falling asleep, light, deep or parked."""
+        return self._slumber.state
+
+    @property
+    def is_falling_asleep(self) -> bool:
+        """Open requests are all that keeps it awake."""
+        return self._slumber.falling is not None
+
+    def sleep(self, bed: Bed, mode: Mode = "refuse") -> None:
+        """Give the weights' pages back, now or, with mode wait, once the open requests have ended; mode abort ends them
+        first. RequestError if it cannot be; the model is what it was then."""
+        self._slumber.check_sleep(bed, num_requests=len(self._sequences), mode=mode)
+        if mode == "abort":
+            self._late += self.abort_all(RequestError("the model was put to sleep", status=503, code="model_sleeping"))
+        self._slumber.falling = bed
+        if not self._sequences:
+            self.fall_asleep()
+
+    def fall_asleep(self) -> None:
+        """Go through with a sleep that waited for requests, if none is left. RequestError as sleep()."""
+        if self._slumber.falling is not None and not self._sequences:
+            self._slumber.fall_asleep(self._slumber.falling, self._leave_pages)
+            self.look()
+
+    def wake(self) -> None:
+        """Bring the weights back. RequestError if it cannot be; the model sleeps on then."""
+        self._slumber.wake()
+        self.look()
+
+    def _leave_pages(self) -> None:
+        """Let pages that no block needs go, at once; those that stay are tried again later, as always."""
+        plan = self._scheduler.plan(self._clock())
+        self._scheduler.commit(plan, self._execute(plan))
 
     def look(self) -> None:
         """See now, not with the next step, what is free: somebody gave memory back."""
@@ -253,7 +295,9 @@ class Engine:
 
     # --- one request
 
-    def _check_id(self, request_id: str) -> None:
+    def _check_state(self, request_id: str) -> None:
+        if asleep := self._slumber.refusal():
+            raise asleep
         if request_id in self._sequences:
             raise RequestError(f"request id {request_id!r} is already in use", status=409, code="duplicate_id")
 

@@ -8,54 +8,40 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack
 
 from xllm_cli.cache.manager import CacheManager
-from xllm_cli.cache.options import CacheOptions
-from xllm_cli.core import CacheSpec, Ready, Request, SamplingParams
+from xllm_cli.core import Ready, Request, SamplingParams
 from xllm_cli.engine.engine import Engine
 from xllm_cli.engine.grammar import Grammars
+from xllm_cli.engine.parts import (
+    Progress,
+    Rank,
+    Start,
+    load_model,
+    meeting_place,
+    open_cache,
+    open_group,
+    open_pool,
+)
 from xllm_cli.engine.report import MemoryFacts, Reporter
 from xllm_cli.engine.scheduler import Scheduler
-from xllm_cli.engine.sizes import CacheSize, cache_limits, check_capacity, serving_limits, size_cache, step_limits
+from xllm_cli.engine.sizes import CacheSize, check_capacity, serving_limits, size_cache, step_limits
 from xllm_cli.errors import DeviceError, MemoryShortage
 from xllm_cli.facts import resolve_device
 from xllm_cli.flags import Config
-from xllm_cli.loading import open_checkpoint
-from xllm_cli.models.registry import Model, build_model, load_config
-from xllm_cli.neighbours.folder import LOCK_NAME, device_folder
+from xllm_cli.models.registry import load_config
 from xllm_cli.neighbours.peers import Neighbours
-from xllm_cli.vmm.arena import Arena
-from xllm_cli.vmm.driver import Driver, DriverInfo, VmmError, VmmShortage
-from xllm_cli.vmm.pool import PagePool
-from xllm_cli.worker.device import Device, open_device
+from xllm_cli.vmm.driver import Driver, VmmError, VmmShortage
+from xllm_cli.worker.device import open_device
 from xllm_cli.worker.graphs import GraphOptions, graph_sizes
 from xllm_cli.worker.group import LocalGroup
-from xllm_cli.worker.kv_store import KvStore, PhysicalKvStore, VirtualKvStore
-from xllm_cli.worker.worker import Worker
 
 log = logging.getLogger("xllm.engine")
 
-SPARE_BYTES = 64 << 20  # emptied pages kept mapped for a second at most, in all
 WARM_UP_TOKENS = 64
 WARM_UP_SECONDS = 20.0
 WARM_UP_ID = "warm-up"
-
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What every phase of a start uses. What it opens is entered in `opened`, and closed again should a later fail."""
-
-    config: Config
-    device: Device
-    driver: Driver
-    progress: Progress
-    opened: ExitStack
 
 
 def build_engine(config: Config, progress: Progress, driver: Driver | None = None) -> tuple[Engine, Ready]:
@@ -81,16 +67,9 @@ def _build(config: Config, progress: Progress, driver: Driver | None, opened: Ex
     model_config = load_config(config.model.model)
     progress("opening the device")
     device = open_device(resolve_device(config.model.device), config)
-    start = Start(config, device, driver or device.open_driver(), progress, opened)
-    progress("loading weights")
-    model = _load_model(start)
-    progress("reserving the KV cache")
-    spec = model.cache_spec(config.kv_cache.block_size)
-    info = start.driver.info()
-    size = size_cache(config, spec, info, device.largest_range, is_host=device.is_host)
-    cache = _open_cache(start, spec, size)
-    cache.set_weights(mapped=0, on_device=model.weight_bytes)
-    group = _open_group(start, model, spec, size)
+    driver = driver or device.open_driver()
+    start = Start(config, device, driver, open_pool(config, device, driver, opened), progress, opened)
+    cache, group, size = _open_model(start)
     cache.observe(group.observe())
     check_capacity(cache, model_config.max_positions)
     engine = Engine(
@@ -98,7 +77,7 @@ def _build(config: Config, progress: Progress, driver: Driver | None, opened: Ex
         cache,
         group,
         limits=serving_limits(config, model_config.max_positions, model_config.vocab_size),
-        reporter=Reporter(cache, _facts(start, info, size)),
+        reporter=Reporter(cache, _facts(start, size), group.weights),
         grammars=Grammars(config.model.model, vocab_size=model_config.vocab_size, end_ids=model_config.eos_token_ids),
     )
     progress("warming up")
@@ -117,59 +96,6 @@ def _build(config: Config, progress: Progress, driver: Driver | None, opened: Ex
     )
 
 
-def _load_model(start: Start) -> Model:
-    flags = start.config.model
-    with closing(open_checkpoint(flags.model)) as checkpoint:
-        return build_model(load_config(flags.model), start.device.open_ops(), checkpoint, flags.dtype)
-
-
-def _open_cache(start: Start, spec: CacheSpec, size: CacheSize) -> CacheManager:
-    flags, page_bytes = start.config.kv_cache, start.driver.info().page_bytes
-    return CacheManager(
-        spec,
-        limits=cache_limits(start.config, size, is_host=start.device.is_host),
-        page_bytes=page_bytes if start.config.vmm.enable_vmm_kvcache else None,
-        prefix_seed=flags.xxh3_128bits_seed if flags.enable_prefix_cache else None,
-        num_blocks=size.num_blocks,
-        spare_pages=SPARE_BYTES // page_bytes,
-        options=CacheOptions(padding=start.device.pads_rows),
-    )
-
-
-def _open_group(start: Start, model: Model, spec: CacheSpec, size: CacheSize) -> LocalGroup:
-    store = _open_store(start, spec, size)
-    observer = start.opened.enter_context(closing(start.device.open_observer(start.driver, store)))
-    guard = start.device.guard
-    worker = Worker(model, store, observer, block_size=spec.block_size, num_blocks=size.num_blocks, guard=guard)
-    group = LocalGroup(worker)
-    start.opened.callback(group.close)
-    return group
-
-
-def _open_store(start: Start, spec: CacheSpec, size: CacheSize) -> KvStore:
-    device, opened = start.device, start.opened
-    sizes = [tensor.bytes_per_block * size.num_blocks for tensor in spec.tensors]
-    if not start.config.vmm.enable_vmm_kvcache:
-        return PhysicalKvStore([opened.enter_context(closing(device.open_range(nbytes))) for nbytes in sizes])
-    page_bytes = start.driver.info().page_bytes
-    pool = PagePool(
-        start.driver,
-        page_bytes=page_bytes,
-        fixed_pages=size.pool_pages,
-        lock_path=None if size.pool_pages is not None else meeting_place(start.config, device) / LOCK_NAME,
-        progress=lambda done, total: start.progress(f"creating pages: {done} of {total}"),
-    )
-    opened.callback(pool.close)
-    arenas = [opened.enter_context(closing(Arena(start.driver, pool, nbytes, device.dlpack))) for nbytes in sizes]
-    widths = [tensor.bytes_per_block for tensor in spec.tensors]
-    return VirtualKvStore(arenas, pool, page_bytes, fence=device.fence, block_bytes=widths)
-
-
-def meeting_place(config: Config, device: Device) -> Path:
-    """The folder where all engines of this user on the same physical device meet."""
-    return device_folder(device.meeting_name, config.vmm.vmm_neighbours_dir)
-
-
 def join(config: Config) -> Neighbours:
     """Appear among the engines of the same device. DeviceError if there is no place for that."""
     device = open_device(resolve_device(config.model.device), config)
@@ -180,8 +106,20 @@ def join(config: Config) -> Neighbours:
         raise DeviceError(f"{folder} cannot be used: {error}; free it or set --vmm_neighbours_dir") from error
 
 
-def _facts(start: Start, info: DriverInfo, size: CacheSize) -> MemoryFacts:
-    virtual = start.config.vmm.enable_vmm_kvcache
+def _open_model(start: Start) -> tuple[CacheManager, LocalGroup, CacheSize]:
+    """Weights first: what is left is the cache's."""
+    config, device = start.config, start.device
+    start.progress("loading weights")
+    model, weights = load_model(start)
+    start.progress("reserving the KV cache")
+    spec = model.cache_spec(config.kv_cache.block_size)
+    size = size_cache(config, spec, start.driver.info(), device.largest_range, is_host=device.is_host)
+    rank = Rank(model, weights, spec, size)
+    return open_cache(start, rank), open_group(start, rank), size
+
+
+def _facts(start: Start, size: CacheSize) -> MemoryFacts:
+    virtual, info = start.config.has_pool, start.driver.info()
     return MemoryFacts(
         model_id=start.config.served_model_id,
         device=start.device.name,
@@ -189,6 +127,7 @@ def _facts(start: Start, info: DriverInfo, size: CacheSize) -> MemoryFacts:
         mode=info.mode if virtual else "physical",
         page_bytes=info.page_bytes if virtual else 0,
         arena_bytes=size.arena_bytes,
+        has_virtual_kv=start.config.vmm.enable_vmm_kvcache,
     )
 
 

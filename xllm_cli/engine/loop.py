@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from xllm_cli.core import Abort, Heartbeat, Request, SetLimit, Shutdown, StepEvents, ToEngine, Trim
+from xllm_cli.core import Abort, Heartbeat, Request, SetLimit, Shutdown, Sleep, StepEvents, ToEngine, Trim, Wake
 from xllm_cli.engine.commands import Commands
 from xllm_cli.engine.exchange import Exchange
 from xllm_cli.engine.parent import Parent
@@ -64,7 +64,7 @@ class Loop:
                     self._parent.send(StepEvents([refused]))
             case Abort(request_id):
                 self._engine.abort(request_id)
-            case SetLimit() | Trim():
+            case SetLimit() | Trim() | Sleep() | Wake():
                 self._commands.take(message)
         return True
 

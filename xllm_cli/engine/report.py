@@ -13,11 +13,12 @@ from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import Counters, Snapshot, VmmReport
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.neighbours.peers import PeerCounters
+from xllm_cli.worker.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """What does not change while the engine runs. `driver` and `mode` are empty for a physical cache."""
+    """What does not change while the engine runs. `driver` and `mode` are empty where nothing lives in pages."""
 
     model_id: str
     device: str
@@ -25,14 +26,17 @@ class MemoryFacts:
     mode: str
     page_bytes: int
     arena_bytes: int
+    has_virtual_kv: bool = True
 
 
 class Reporter:
     """Makes a Snapshot after every step: constant work, whatever the cache holds."""
 
-    def __init__(self, cache: CacheManager, facts: MemoryFacts) -> None:
+    def __init__(self, cache: CacheManager, facts: MemoryFacts, weights: Weights | None = None) -> None:
+        """`weights`: the model's, where they live in pages."""
         self._cache = cache
         self._facts = facts
+        self._weights = weights
         self._before = Counters()
         self.peers = PeerCounters()
 
@@ -78,7 +82,11 @@ class Reporter:
         cache, facts, seen = self._cache, self._facts, self._cache.observations[0]
         bands, headroom = cache.bands(), cache.headroom()
         # a physical cache has no handles: it holds exactly what it was given at the start
-        physical = seen.owned if facts.page_bytes else bands["mapped"]
+        physical = seen.owned + (0 if facts.has_virtual_kv else bands["mapped"])
+        weights, parked, state = 0, 0, "awake"
+        if self._weights is not None:
+            weights, parked, state = self._weights.mapped_bytes, self._weights.parked_bytes, self._weights.state
+        bands["mapped"] += weights
         return VmmReport(
             device=facts.device,
             driver=facts.driver,
@@ -113,7 +121,17 @@ class Reporter:
                     "unaccounted": seen.allocated - seen.owned,
                 }
             ],
-            models={facts.model_id: {"state": "awake", "kv_mapped": bands["mapped"], "kv_live": bands["kv_live"]}},
+            weights=weights,
+            parked=parked,
+            models={
+                facts.model_id: {
+                    "state": state,
+                    "kv_mapped": bands["mapped"] - weights,
+                    "kv_live": bands["kv_live"],
+                    "weights": weights,
+                    "parked": parked,
+                }
+            },
             neighbours=asdict(self.peers),
             tensors=[{"name": t.name, "bytes_per_block": t.bytes_per_block} for t in cache.spec.tensors],
             pages_mapped_total=counters.pages_mapped,

@@ -84,15 +84,17 @@ def check_capacity(cache: CacheManager, context: int) -> None:
         )
 
 
-def cache_limits(config: Config, size: CacheSize, *, is_host: bool) -> Limits:
-    """What caps the cache's bytes."""
+def cache_limits(config: Config, size: CacheSize, *, is_host: bool, weights: int = 0) -> Limits:
+    """What caps the cache's bytes, and those of `weights` that live in pages beside it: an elastic arena was sized for
+    both, any other for what the weights left."""
+    arena = size.arena_bytes + (0 if config.has_elastic_kv else weights)
     return Limits(
-        arena_bytes=size.arena_bytes,
+        arena_bytes=arena,
         max_cache_size=config.kv_cache.max_cache_size,
         ratio=config.kv_ratio,
         reserve=config.vmm.vmm_memory_reserve_bytes,
         elastic=config.has_elastic_kv,
-        pool_bytes=size.arena_bytes,
+        pool_bytes=arena,
         host=is_host,
     )
 

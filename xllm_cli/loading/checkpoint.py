@@ -48,6 +48,11 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         except SafetensorError as error:
             raise ModelError(f"tensor {name} cannot be read from {path}: {error}") from None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its files."""
+        return sum(path.stat().st_size for path in set(self._files.values()))
+
     def origin(self, name: str) -> str:
         """The file of a tensor, for messages."""
         return str(self._files[name])

@@ -137,6 +137,11 @@ class PagePool:
             return 0
         return self._destroy_free()
 
+    def fix(self, more: int, progress: Callable[[int, int], None] | None = None) -> None:
+        """Create `more` pages and stay with what is owned then. Raises MemoryShortage if they do not fit."""
+        self.is_fixed = True
+        self._fill(more, progress)
+
     def check(self) -> None:
         """owned = free + taken, nothing twice, and the driver knows them all. Raises AssertionError."""
         free = set(self._free)
@@ -193,6 +198,7 @@ class PagePool:
         """Create `pages` in batches on a few threads: zeroing is what takes the time."""
         batches = [min(FIXED_BATCH_PAGES, pages - start) for start in range(0, pages, FIXED_BATCH_PAGES)]
         failures: list[BaseException] = []
+        created: list[int] = []
         with ThreadPoolExecutor(min(FIXED_THREADS, os.cpu_count() or 1), "page-pool") as threads:
             futures = [threads.submit(self._driver.create, batch) for batch in batches]
             for future in as_completed(futures):
@@ -203,15 +209,15 @@ class PagePool:
                     for other in futures:
                         other.cancel()
                     continue
-                self._owned.update(future.result())
+                created += future.result()
                 if progress is not None:
-                    progress(len(self._owned), pages)
-        self._free = sorted(self._owned)
+                    progress(len(created), pages)
+        self._owned.update(created)
+        self._free = sorted([*self._free, *created])
         if failures:
-            self._give_up(pages, failures[0])
+            self._give_up(pages, len(created), failures[0])
 
-    def _give_up(self, pages: int, failure: BaseException) -> None:
-        created = len(self._owned)
+    def _give_up(self, pages: int, created: int, failure: BaseException) -> None:
         self.close()
         if not isinstance(failure, VmmShortage):
             raise failure

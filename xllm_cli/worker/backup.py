@@ -21,7 +21,7 @@ Chunks = Callable[[Callable[[torch.Tensor, int], None]], None]
 
 
 class Backup:
-    """Bytes written once and read back in any order. Chunks are uint8 tensors in host memory."""
+    """Bytes written once and read back in any order. Chunks are uint8 tensors of any device."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """`folder` None: the user's cache. OSError if no file can be made there."""
@@ -37,7 +37,7 @@ class Backup:
         threading.Thread(target=_settle, args=(descriptor,), name="backup", daemon=True).start()
 
     def _append(self, chunk: torch.Tensor, offset: int) -> None:
-        data = chunk.numpy().data
+        data = chunk.cpu().numpy().data
         while data:
             written = os.pwrite(self._fd, data, offset)
             data, offset = data[written:], offset + written
@@ -45,6 +45,12 @@ class Backup:
 
     def fill(self, chunk: torch.Tensor, offset: int) -> None:
         """Read the chunk that was written at `offset`. OSError if the disk fails."""
+        on_host = chunk if chunk.device.type == "cpu" else torch.empty(chunk.shape, dtype=chunk.dtype)
+        self._read(on_host, offset)
+        if on_host is not chunk:
+            chunk.copy_(on_host)
+
+    def _read(self, chunk: torch.Tensor, offset: int) -> None:
         data = chunk.numpy().data
         while data:
             read = os.preadv(self._fd, [data], offset)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from xllm_cli.core import Observation, StepPlan, StepResult
 from xllm_cli.worker.graphs import GraphOptions
+from xllm_cli.worker.weights import Weights
 from xllm_cli.worker.worker import Worker
 
 
@@ -25,6 +26,11 @@ class Group(Protocol):
 
     def observe(self) -> Observation:
         """The tightest rank's memory, now."""
+        ...
+
+    @property
+    def weights(self) -> Weights | None:
+        """The model's parameters on every rank, where they can sleep; None where they are ordinary tensors."""
         ...
 
     def close(self) -> bool:
@@ -53,6 +59,11 @@ class LocalGroup:
     def observe(self) -> Observation:
         """See Group."""
         return self._worker.observe()
+
+    @property
+    def weights(self) -> Weights | None:
+        """See Group."""
+        return self._worker.weights
 
     def close(self) -> bool:
         """See Group."""

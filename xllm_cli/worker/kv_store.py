@@ -182,10 +182,14 @@ class VirtualKvStore:
 
 
 class PhysicalKvStore:
-    """KV tensors in ordinary memory, reserved once and backed as they are touched; no page ever changes."""
+    """KV tensors in ordinary memory, reserved once and backed as they are touched; no page ever changes.
 
-    def __init__(self, ranges: Sequence[TensorRange]) -> None:
+    `pool` is the one that weights alone live in; None: nothing lives in pages.
+    """
+
+    def __init__(self, ranges: Sequence[TensorRange], pool: PagePool | None = None) -> None:
         self._ranges = list(ranges)
+        self._pool = pool
 
     def apply(self, delta: PageDelta, keep_free: int) -> DeltaOutcome:
         """See KvStore: an always resident cache has no page changes."""
@@ -197,17 +201,19 @@ class PhysicalKvStore:
         return list(pages)
 
     def trim(self) -> None:
-        """See KvStore: nothing is surplus."""
+        """See KvStore."""
+        if self._pool is not None:
+            self._pool.trim()
 
     @property
     def owned_bytes(self) -> int:
-        """See KvStore: no handles."""
-        return 0
+        """See KvStore: those of weights."""
+        return 0 if self._pool is None else self._pool.owned * self._pool.page_bytes
 
     @property
     def free_handle_bytes(self) -> int:
-        """See KvStore: no handles."""
-        return 0
+        """See KvStore."""
+        return 0 if self._pool is None else self._pool.free_handles * self._pool.page_bytes
 
     def tensor(
         self, index: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int, /
@@ -217,7 +223,11 @@ class PhysicalKvStore:
 
     def close(self) -> bool:
         """See KvStore."""
-        return all([r.close() for r in self._ranges])
+        closed = all([r.close() for r in self._ranges])
+        if self._pool is None:
+            return closed
+        self._pool.close()
+        return closed and not self._pool.owned
 
 
 def _by_tensor(pages: Iterable[PageRef]) -> dict[int, list[int]]:

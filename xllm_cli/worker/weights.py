@@ -13,11 +13,14 @@ Knows no request and no KV.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 
+from xllm_cli.errors import ModelError, XllmError
+from xllm_cli.vmm.driver import VmmError
 from xllm_cli.vmm.pool import PagePool
 from xllm_cli.vmm.weights import WeightArena
 from xllm_cli.worker.backup import Backup
@@ -26,6 +29,18 @@ log = logging.getLogger(__name__)
 
 State = Literal["awake", "light", "deep", "parked"]
 LEVELS: dict[int, State] = {1: "light", 2: "deep"}
+
+
+class WeightsError(XllmError):
+    """The device, the disk or the checkpoint refused; the state is what it was."""
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except (VmmError, OSError, ModelError) as error:
+        raise WeightsError(str(error)) from error
 
 
 class Weights:
@@ -60,16 +75,18 @@ class Weights:
         return self._arena.kept_bytes
 
     def park(self) -> None:
-        """awake → parked. VmmError if a page cannot be unmapped."""
+        """awake → parked. WeightsError if a page cannot be unmapped."""
         assert self.state == "awake"
-        self._arena.park()
+        with _refusals():
+            self._arena.park()
         self.state = "parked"
 
     def sleep(self, level: int) -> None:
-        """awake or parked → light (1) or deep (2); from light to deep the copy goes, too. VmmError as park()."""
+        """awake or parked → light (1) or deep (2); from light to deep the copy goes, too. WeightsError as park()."""
         assert self.state != "deep" and level in LEVELS
         if self.state != "light":
-            self._arena.discard()
+            with _refusals():
+                self._arena.discard()
             self._pool.trim()
         if level == 2 and self._backup is not None:
             self._backup.close()
@@ -85,20 +102,24 @@ class Weights:
         return nbytes
 
     def wake(self, *, keep_free: int = 0) -> str:
-        """→ awake: "" if it went well, else why there are no pages. Raises VmmError, OSError or ModelError; whatever
-        it is, the state is what it was.
+        """→ awake: "" if it went well, else why there are no pages. Raises WeightsError; either way the state is what
+        it was.
 
         `keep_free` bytes stay free on the device. After a deep sleep there is a copy again, if there is room for it.
         """
+        with _refusals():
+            short = self._bring_back(keep_free)
+        if not short:
+            self.state = "awake"
+        return short
+
+    def _bring_back(self, keep_free: int) -> str:
         if self.state == "parked":
             self._arena.unpark()
-        elif self._backup is not None:
-            if short := self._arena.restore(self._backup.fill, keep_free=keep_free):
-                return short
-        elif short := self._read_again(keep_free):
-            return short
-        self.state = "awake"
-        return ""
+            return ""
+        if self._backup is not None:
+            return self._arena.restore(self._backup.fill, keep_free=keep_free)
+        return self._read_again(keep_free)
 
     def _read_again(self, keep_free: int) -> str:
         if short := self._arena.restore(_leave, keep_free=keep_free):

@@ -22,6 +22,7 @@ from xllm_cli.worker.inputs import build_batch
 from xllm_cli.worker.kv_store import KvStore
 from xllm_cli.worker.memory import MemoryObserver
 from xllm_cli.worker.sampler import sample, score
+from xllm_cli.worker.weights import Weights
 
 
 class _Ran(NamedTuple):
@@ -33,9 +34,12 @@ class _Ran(NamedTuple):
 
 
 class Worker:
-    """A model with its KV store on one device. `guard` surrounds the device's work, see worker.device.Device."""
+    """A model with its KV store on one device. `guard` surrounds the device's work, see worker.device.Device.
 
-    def __init__(
+    `weights` are the model's, where they can leave its pages; while they are away no row may run.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of a rank
         self,
         model: Model,
         store: KvStore,
@@ -44,8 +48,10 @@ class Worker:
         block_size: int,
         num_blocks: int,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        weights: Weights | None = None,
     ) -> None:
         self._guard = guard
+        self.weights = weights
         self._graphs: DecodeGraphs | None = None
         self._model = model
         self._store = store
@@ -137,4 +143,7 @@ class Worker:
             self._graphs.close()
         self._layers.clear()
         self._observer.close()
-        return self._store.close()
+        if self.weights is None:
+            return self._store.close()
+        del self._model  # its tensors look at the pages of the weights
+        return all([self.weights.close(), self._store.close()])

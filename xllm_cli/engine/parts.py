@@ -1,0 +1,158 @@
+"""The parts of an engine and how each is opened: the pool, weights, the cache's books, ranks with their stores.
+
+Owns what each part is made of; host.py owns the order. Knows no requests and no device by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from xllm_cli.cache.budget import Limits, floor_bytes
+from xllm_cli.cache.manager import CacheManager
+from xllm_cli.cache.options import CacheOptions
+from xllm_cli.core import CacheSpec
+from xllm_cli.engine.sizes import CacheSize, cache_limits
+from xllm_cli.flags import Config
+from xllm_cli.loading import open_checkpoint
+from xllm_cli.models.ops.base import WeightMemory
+from xllm_cli.models.registry import Model, build_model, load_config
+from xllm_cli.neighbours.folder import LOCK_NAME, device_folder
+from xllm_cli.vmm.arena import Arena
+from xllm_cli.vmm.driver import Driver
+from xllm_cli.vmm.pool import PagePool
+from xllm_cli.vmm.weights import WeightArena
+from xllm_cli.worker.device import Device
+from xllm_cli.worker.group import LocalGroup
+from xllm_cli.worker.kv_store import KvStore, PhysicalKvStore, VirtualKvStore
+from xllm_cli.worker.weights import Weights, copy_of
+from xllm_cli.worker.worker import Worker
+
+RESERVED_PER_BYTE = 4  # addresses for weights per byte of the checkpoint: types may widen, forms be padded
+RESERVED_BESIDES = 1 << 30  # and for tables
+SPARE_BYTES = 64 << 20  # emptied pages kept mapped for a second at most, in all
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What every phase of a start uses. What it opens is entered in `opened`, and closed again should a later fail.
+
+    `pool` holds the pages of KV and weights, None where neither lives in pages.
+    """
+
+    config: Config
+    device: Device
+    driver: Driver
+    pool: PagePool | None
+    progress: Progress
+    opened: ExitStack
+
+
+class Rank(NamedTuple):
+    """What a rank is made of."""
+
+    model: Model
+    weights: Weights | None
+    spec: CacheSpec
+    size: CacheSize
+
+
+def open_pool(config: Config, device: Device, driver: Driver, opened: ExitStack) -> PagePool | None:
+    """It grows while weights are loaded; a fixed one is filled up when the cache's size is known."""
+    if not config.has_pool:
+        return None
+    lock = meeting_place(config, device) / LOCK_NAME
+    pool = PagePool(driver, page_bytes=driver.info().page_bytes, lock_path=lock)
+    opened.callback(pool.close)
+    return pool
+
+
+def load_model(start: Start) -> tuple[Model, Weights | None]:
+    """The model, and its weights apart where they live in pages."""
+    pool, device = start.pool, start.device
+    if pool is None or not start.config.vmm.enable_vmm_weights:
+        return _read_model(start, None), None
+    info = start.driver.info()
+    with closing(open_checkpoint(start.config.model.model)) as checkpoint:
+        nbytes = RESERVED_PER_BYTE * checkpoint.num_bytes + RESERVED_BESIDES  # addresses; pages come as they are filled
+    arena = WeightArena(
+        start.driver,
+        pool,
+        min(nbytes, device.largest_range or nbytes),
+        device=device.dlpack,
+        fence=device.fence,
+        keep_free=floor_bytes(info.total, Limits(arena_bytes=0, ratio=start.config.kv_ratio, host=device.is_host)),
+    )
+    start.opened.callback(arena.close)
+    model = _read_model(start, arena)
+    start.progress("copying weights")
+    return model, Weights(arena, pool, reload=lambda memory: _read_again(start, memory), backup=copy_of(arena))
+
+
+def _read_model(start: Start, memory: WeightMemory | None) -> Model:
+    flags = start.config.model
+    with closing(open_checkpoint(flags.model)) as checkpoint:
+        return build_model(load_config(flags.model), start.device.open_ops(memory), checkpoint, flags.dtype)
+
+
+def _read_again(start: Start, memory: WeightMemory) -> None:
+    """Put the checkpoint's weights where those of the running model were; the model that this makes is not needed."""
+    _read_model(start, memory)
+
+
+def open_cache(start: Start, rank: Rank) -> CacheManager:
+    """The books of its KV, and of the weights that share the device with it."""
+    flags, page_bytes = start.config.kv_cache, start.driver.info().page_bytes
+    in_pages = 0 if rank.weights is None else rank.weights.nbytes
+    cache = CacheManager(
+        rank.spec,
+        limits=cache_limits(start.config, rank.size, is_host=start.device.is_host, weights=in_pages),
+        page_bytes=page_bytes if start.config.vmm.enable_vmm_kvcache else None,
+        prefix_seed=flags.xxh3_128bits_seed if flags.enable_prefix_cache else None,
+        num_blocks=rank.size.num_blocks,
+        spare_pages=SPARE_BYTES // page_bytes,
+        options=CacheOptions(padding=start.device.pads_rows),
+    )
+    cache.set_weights(mapped=in_pages, on_device=in_pages or rank.model.weight_bytes)
+    return cache
+
+
+def open_group(start: Start, rank: Rank) -> LocalGroup:
+    """The ranks, each with its store and observer."""
+    store = _open_store(start, rank.spec, rank.size)
+    observer = start.opened.enter_context(closing(start.device.open_observer(start.driver, store)))
+    worker = Worker(
+        rank.model,
+        store,
+        observer,
+        block_size=rank.spec.block_size,
+        num_blocks=rank.size.num_blocks,
+        guard=start.device.guard,
+        weights=rank.weights,
+    )
+    group = LocalGroup(worker)
+    start.opened.callback(group.close)
+    return group
+
+
+def _open_store(start: Start, spec: CacheSpec, size: CacheSize) -> KvStore:
+    device, opened, pool = start.device, start.opened, start.pool
+    sizes = [tensor.bytes_per_block * size.num_blocks for tensor in spec.tensors]
+    if pool is None or not start.config.vmm.enable_vmm_kvcache:
+        ranges = [opened.enter_context(closing(device.open_range(nbytes))) for nbytes in sizes]
+        return PhysicalKvStore(ranges, pool)
+    if size.pool_pages is not None:
+        pool.fix(size.pool_pages, lambda done, total: start.progress(f"creating pages: {done} of {total}"))
+    arenas = [opened.enter_context(closing(Arena(start.driver, pool, nbytes, device.dlpack))) for nbytes in sizes]
+    widths = [tensor.bytes_per_block for tensor in spec.tensors]
+    return VirtualKvStore(arenas, pool, pool.page_bytes, fence=device.fence, block_bytes=widths)
+
+
+def meeting_place(config: Config, device: Device) -> Path:
+    """The folder where all engines of this user on the same physical device meet."""
+    return device_folder(device.meeting_name, config.vmm.vmm_neighbours_dir)
