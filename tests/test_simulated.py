@@ -290,4 +290,5 @@ def test_no_amount_of_bad_luck_ends_the_engine_or_changes_a_token(monkeypatch, s
     assert codes <= {"kv_memory_unavailable", "execution_memory_unavailable"}
     for name, output in ended.items():
         assert output.error or given[name] == right[int(name) % len(load)], name
-    assert sum(not output.error for output in ended.values()) >= 12
+    # without statistics a great fall is kept free for good, and what comes later may find nothing
+    assert sum(not output.error for output in ended.values()) >= (12 if statistics else 1)
