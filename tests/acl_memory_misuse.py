@@ -237,7 +237,15 @@ MISUSES = {
     "free under a copy": Misuse(
         507899, "no free while a copy runs on the block", lambda acl: while_copied(acl, acl.malloc(PAGE), acl.free)
     ),
+    "malloc nothing": Misuse(100000, "sizes are positive", lambda acl: acl.malloc(0)),
+    "malloc nothing on the host": Misuse(100000, "sizes are positive", lambda acl: acl.malloc_host(0)),
+    "register nothing": Misuse(
+        100000, "sizes are positive", lambda acl: acl.call("aclrtHostRegister", acl.malloc_host(64), 0, 0, None)
+    ),
     "copy without room": Misuse(
+        100000, "the destination has room", lambda acl: acl.call("aclrtMemcpy", acl.malloc(8), 4, acl.malloc(8), 8, 4)
+    ),
+    "fill without room": Misuse(
         100000, "the destination has room", lambda acl: acl.call("aclrtMemset", acl.malloc(8), 4, 1, 8)
     ),
     "free host memory twice": Misuse(107000, "give back what was taken", free_host_twice),

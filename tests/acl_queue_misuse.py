@@ -129,6 +129,11 @@ def synchronise_relaxed(acl: Acl) -> None:
     acl.synchronize(stream)
 
 
+def copy_pageable(acl: Acl, stream: int) -> None:
+    pageable = ctypes.create_string_buffer(8)
+    acl.copy_async(acl.malloc(8), ctypes.addressof(pageable), 8, stream)
+
+
 def group(acl: Acl, stream: int) -> int:
     """A task group of one task, inside a capture."""
     out = ctypes.c_uint64()
@@ -174,6 +179,9 @@ MISUSES = {
         107030,
         "no synchronous calls while capturing",
         while_capturing(lambda acl, _: acl.fill(acl.malloc(64), 1, 64)),
+    ),
+    "copy pageable memory while capturing": Misuse(
+        107030, "no synchronous calls while capturing", while_capturing(copy_pageable)
     ),
     "synchronise a relaxed capture": Misuse(107030, "no synchronise while capturing", synchronise_relaxed),
     "end no capture": Misuse(107029, "capture ends where it began", lambda acl: end_capture(acl, acl.stream())),
