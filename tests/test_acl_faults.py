@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import product
 
 import pytest
 from acl_emulation import (
@@ -18,13 +17,10 @@ from acl_emulation import (
 )
 from ascendcl import Emulator
 from cache_ops import Clock, make_cache, spec_of
-from checkpoints import tiny_checkpoint
 from driver_kinds import open_kind, peek, poke
 from test_cache_pages import PagedOps, Rank
 
-from xllm_cli import LLM
-from xllm_cli.core import PageDelta, PageRef, SamplingParams
-from xllm_cli.engine import host
+from xllm_cli.core import PageDelta, PageRef
 from xllm_cli.vmm.arena import Arena
 from xllm_cli.vmm.driver import Driver, VmmError, VmmShortage
 from xllm_cli.vmm.pool import PagePool
@@ -272,51 +268,3 @@ def test_random_cache_operations_over_failing_vendor_calls(emulator: Emulator, f
     assert min(cache.counters.map_failures, cache.counters.prefix_hits, rank.stuck, injected - 20) > 0
     ops.drain()
     rank.close()
-
-
-FLAGS = {
-    "device": "cpu",
-    "dtype": "float32",
-    "block_size": 4096,
-    "enable_vmm_kvcache": True,
-    "vmm_elastic": True,
-    "enable_prefix_cache": False,
-}
-
-
-def answers(llm: LLM) -> list[list[int]]:
-    """Greedy tokens of waves of requests; between them all pages go back."""
-    wanted, tokens = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True), []
-    for wave in range(3):
-        prompts = [[(31 * wave + 7 * i + j) % 250 for j in range(5 + i)] for i in range(3)]
-        done = llm.generate(prompts, wanted)
-        tokens += [one.token_ids if one.error is None else [one.error.status] for one in done]
-        for _ in range(3):
-            llm.idle()
-        llm.engine.check()
-    return tokens
-
-
-def open_engine(kind: str) -> LLM:
-    driver = open_kind(kind, pages=1 << 20)
-    return LLM(tiny_checkpoint("llama"), driver=driver, max_cache_size=64 << 20, **FLAGS)
-
-
-def test_an_engine_treats_a_failing_vendor_as_it_treats_the_host(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "SPARE_BYTES", 0)  # every wave gives its pages back and creates them again
-    with open_engine("host-4k") as llm:
-        right = answers(llm)
-    with open_engine("acl") as llm:
-        assert answers(llm) == right
-        emulator.reset()
-        assert answers(llm) == right
-        calls = {function: emulator.calls(function) for function in FUNCTIONS}
-        assert min(calls.values()) >= 2
-        for function, code in product(FUNCTIONS, (OUT_OF_MEMORY, DRIVER_FAILED)):
-            emulator.reset()
-            emulator.inject(function, code, nth=calls[function])
-            assert answers(llm) == right, f"{function} {code}"
-            assert emulator.counters()[function].injected == 1
-    assert held(emulator) == (0, 0)
