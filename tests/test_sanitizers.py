@@ -12,7 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SUITES = {
-    "_vmm": ("test_drivers.py", "test_driver_faults.py", "test_host_memory.py"),
+    "_vmm": (
+        "test_drivers.py",
+        "test_driver_faults.py",
+        "test_host_memory.py",
+        "test_acl_driver.py",
+        "test_acl_faults.py",
+    ),
     "_blocks": ("test_blocks.py", "test_residency.py", "test_compaction.py", "test_cache_manager.py"),
 }
 # At the kernel's limit of mappings the sanitizer's own allocator gives up first.
