@@ -80,6 +80,17 @@ def test_a_stuck_page_keeps_its_handle(arena: Arena, pool: PagePool, driver: Fau
     assert arena.unmap(stuck) == ([handles[nth - 1]], [])
 
 
+def test_why_a_page_stayed_is_in_the_log(
+    arena: Arena, pool: PagePool, driver: FaultyDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(arena, pool, [2, 3])
+    driver.fail("unmap", 2, False)
+    with caplog.at_level(logging.WARNING):
+        arena.unmap([2, 3])
+    assert "1 pages could not be unmapped, the last: unmap at 0x" in caplog.text
+    assert "planned failure (code 5)" in caplog.text
+
+
 def test_misuse_changes_nothing(arena: Arena, pool: PagePool) -> None:
     (handle,) = fill(arena, pool, [1])
     first, second = pool.take(2) or []

@@ -155,6 +155,7 @@ def case_unmap_fails(also_protect: str) -> None:
     assert [is_accessible(page) for page in pages[:6:2]] == [False, bool(also_protect), False]
     if also_protect:
         assert peek(pages[2], 4) == b"kept" and driver.usage()["mapped"] == 1
+        assert driver.last_failure() == f"unmap at {pages[2]:#x}: Cannot allocate memory (code 12)"
         handles.remove(handles[1])
     assert driver.destroy(handles) == []
     print("done")
@@ -171,6 +172,7 @@ def case_destroy_fails() -> None:
     (page, *_), handles = reserve_pages(driver, 4), driver.create(5)
     fail_syscall("fallocate", {1: PUNCH_HOLE_KEEP_SIZE, 2: 3 * size}, errno.EIO)
     assert driver.destroy([handles[0], handles[3]]) == [handles[3]]
+    assert driver.last_failure() == "destroy: Input/output error (code 5)"
     assert driver.usage()["handles"] == 4 and driver.memfd_bytes() == 4 * size
     driver.map([(page, handles[3])])
     driver.unmap([page])
@@ -271,6 +273,15 @@ def test_ranges_fail_and_counts_restart(faulty: FaultyDriver) -> None:
     faulty.release(other, size)
     faulty.release(address, size)
     assert faulty.counts()["reserve"] == 2 and faulty.counts()["release"] == 3
+
+
+def test_a_device_that_cannot_be_asked_is_an_error(faulty: FaultyDriver) -> None:
+    faulty.reset_counts()
+    faulty.fail("info", 2, False)
+    assert faulty.info().page_bytes == 4096
+    with pytest.raises(VmmError, match="info: planned failure"):
+        faulty.info()
+    assert faulty.info().name == "host" and faulty.counts()["info"] == 3
 
 
 def test_an_unknown_verb_cannot_fail(faulty: FaultyDriver) -> None:

@@ -120,6 +120,9 @@ class Arena(Range):
         failed = set(self._driver.unmap(addresses))
         stuck = [page for page, address in zip(pages, addresses, strict=True) if address in failed]
         freed = [self._handles.pop(page) for page in pages if page not in stuck]
+        if stuck:
+            reason = self._driver.last_failure()
+            logger.warning("arena %#x: %d pages could not be unmapped, the last: %s", self.address, len(stuck), reason)
         return freed, stuck
 
     def _addresses(self, pages: Sequence[int]) -> list[int]:
