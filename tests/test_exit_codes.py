@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -105,3 +106,11 @@ def test_0_at_once_for_a_stop_during_the_load(tmp_path: Path) -> None:
         assert not (tmp_path / "pid").exists() and list((tmp_path / "run").iterdir()) == []
     finally:
         process.kill()
+
+
+def test_a_broken_rule_is_told_before_any_weight_file_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {}}')
+    os.mkfifo(tmp_path / "model.safetensors")  # whoever opens it waits for ever
+    command = [sys.executable, "-m", "xllm_cli.cli", "serve", f"--model={tmp_path}", "--enable_vmm_weights=true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2 and "R2:" in done.stderr and "R3:" in done.stderr, done

@@ -1,14 +1,12 @@
 """A memory cgroup: several processes on one budget, as in a container with a limit.
 
-Needs the right to make one: a writable memory controller, or the right to mount one.
+Needs the right to make one: a writable memory controller, which root has outside of most containers.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,6 @@ from pathlib import Path
 from xllm_cli.errors import XllmError
 
 END_SECONDS = 5.0
-MOUNT_SECONDS = 10
 
 
 class NoMemoryGroup(XllmError):
@@ -48,44 +45,31 @@ class MemoryGroup:
 @contextmanager
 def memory_group() -> Iterator[MemoryGroup]:
     """A new group; at the end its processes must be gone, and then it is. Raises NoMemoryGroup."""
-    with _hierarchy() as (root, is_v2):
-        folder = root / f"xllm-{os.getpid()}-{secrets.token_hex(4)}"
-        try:
-            folder.mkdir()
-        except OSError as error:
-            raise NoMemoryGroup(f"no memory cgroup can be made here: {error}") from error
-        try:
-            yield MemoryGroup(folder, is_v2)
-        finally:
-            deadline = time.monotonic() + END_SECONDS
-            while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            folder.rmdir()
+    root, is_v2 = _place()
+    folder = root / f"xllm-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise NoMemoryGroup(f"no memory cgroup can be made here: {error}") from error
+    try:
+        yield MemoryGroup(folder, is_v2)
+    finally:
+        deadline = time.monotonic() + END_SECONDS
+        while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        folder.rmdir()
 
 
-@contextmanager
-def _hierarchy() -> Iterator[tuple[Path, bool]]:
+def _place() -> tuple[Path, bool]:
     """(a writable place in the memory controller's tree, whether it is version 2)"""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, point, kind, options, *_ = line.split()
         root = Path(point.replace("\\040", " "))
         if kind == "cgroup2" and "memory" in _read(root / "cgroup.subtree_control") and os.access(root, os.W_OK):
-            yield root, True
-            return
-        if kind == "cgroup" and {"memory", "rw"} <= set(options.split(",")):
-            yield _own_group(root), False
-            return
-    with tempfile.TemporaryDirectory() as folder:
-        mount = ["mount", "-t", "cgroup", "-o", "memory", "none", folder]
-        done = subprocess.run(mount, capture_output=True, text=True, timeout=MOUNT_SECONDS, check=False)
-        if done.returncode:
-            raise NoMemoryGroup(
-                f"the memory controller is read-only here and cannot be mounted: {done.stderr.strip()}. Run as root"
-            )
-        try:
-            yield Path(folder), False
-        finally:
-            subprocess.run(["umount", folder], timeout=MOUNT_SECONDS, check=True)
+            return root, True
+        if kind == "cgroup" and {"memory", "rw"} <= set(options.split(",")) and os.access(root, os.W_OK):
+            return _own_group(root), False
+    raise NoMemoryGroup("no memory cgroup can be made here: the memory controller is missing or read-only. Run as root")
 
 
 def _own_group(root: Path) -> Path:
