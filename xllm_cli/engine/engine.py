@@ -277,7 +277,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The state as of now."""
-        return self._reporter.snapshot(self._scheduler)
+        return self._reporter.snapshot(self._scheduler, self._slumber.state)
 
     @property
     def has_work(self) -> bool:

@@ -45,11 +45,11 @@ class Reporter:
         self._before = Counters()
         self._before = self._counters(scheduler)
 
-    def snapshot(self, scheduler: Scheduler) -> Snapshot:
+    def snapshot(self, scheduler: Scheduler, model_state: str = "awake") -> Snapshot:
         """Everything the outside may ask, as of now."""
         counters = self._counters(scheduler)
         return Snapshot(
-            memory=self._memory(counters),
+            memory=self._memory(counters, model_state),
             counters=counters,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -78,14 +78,14 @@ class Reporter:
         since = zip(Counters.__struct_fields__, astuple(now), astuple(self._before), strict=True)
         return Counters(**{name: after - before for name, after, before in since})
 
-    def _memory(self, counters: Counters) -> VmmReport:
+    def _memory(self, counters: Counters, model_state: str) -> VmmReport:
         cache, facts, seen = self._cache, self._facts, self._cache.observations[0]
         bands, headroom = cache.bands(), cache.headroom()
         # a physical cache has no handles: it holds exactly what it was given at the start
         physical = seen.owned + (0 if facts.has_virtual_kv else bands["mapped"])
-        weights, parked, state = 0, 0, "awake"
+        weights, parked = 0, 0
         if self._weights is not None:
-            weights, parked, state = self._weights.mapped_bytes, self._weights.parked_bytes, self._weights.state
+            weights, parked = self._weights.mapped_bytes, self._weights.parked_bytes
         bands["mapped"] += weights
         return VmmReport(
             device=facts.device,
@@ -125,7 +125,7 @@ class Reporter:
             parked=parked,
             models={
                 facts.model_id: {
-                    "state": state,
+                    "state": model_state,
                     "kv_mapped": bands["mapped"] - weights,
                     "kv_live": bands["kv_live"],
                     "weights": weights,

@@ -83,6 +83,7 @@ class Neighbours:
         self._encoder = msgspec.json.Encoder()
         self._decoder: msgspec.json.Decoder[Ask | Gave] = msgspec.json.Decoder(Ask | Gave)
         self._active_at = clock()
+        self._outstanding = 0  # bytes asked for and not yet given
         self._publish_at = self._ask_at = self._asked_at = 0.0
         self._last_read: dict[str, float] = {}
 
@@ -117,7 +118,7 @@ class Neighbours:
             limit=memory.limit,
             headroom=memory.headroom,
             headroom_limited_by=memory.headroom_limited_by,
-            idle=memory.kv_cached + memory.kv_spare + memory.free_handles if is_giving else 0,
+            idle=memory.kv_cached + memory.kv_spare + memory.free_handles + memory.parked if is_giving else 0,
             short=short,
             running=snapshot.num_running,
             waiting=snapshot.num_waiting,
@@ -141,8 +142,9 @@ class Neighbours:
             share = min(missing, peer.idle)
             if share > 0 and self._send(Ask(share), str(self._folder / f"{peer.engine}.sock")):
                 missing -= share
-        self.counters.asked += nbytes - missing
-        return nbytes - missing
+        self._outstanding = nbytes - missing
+        self.counters.asked += self._outstanding
+        return self._outstanding
 
     def receive(self) -> tuple[list[Question], int]:
         """(what neighbours ask for, bytes they gave since the last call). Strangers and nonsense are dropped."""
@@ -156,7 +158,9 @@ class Neighbours:
             message = self._read(text) if _uid(ancillary) == os.getuid() else None
             if isinstance(message, Gave):
                 given += message.bytes
-                self._ask_at = 0.0
+                self._outstanding -= message.bytes
+                if self._outstanding <= 0:  # else the rest may still be leaving there
+                    self._ask_at = 0.0
                 self.counters.answer_microseconds = round((self._clock() - self._asked_at) * 1e6)
             elif message is not None and self._may_ask(sender):
                 questions.append(Question(message.bytes, sender))

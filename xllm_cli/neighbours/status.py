@@ -28,9 +28,9 @@ READ_ATTEMPTS = 3  # a page being rewritten is read again; the owner writes a fe
 class Status(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One engine as its neighbours see it. Bytes unless named otherwise; the words are DESIGN.md's.
 
-    `engine` names the file and the socket. `idle` could be given to the device now: cached blocks nobody uses, spares
-    and free handles; 0 where pages never leave (a fixed pool, a physical cache). `short` is what its requests wait
-    for. `active_at` is when a row last ran, in seconds of the machine's monotonic clock.
+    `engine` names the file and the socket. `idle` could be given to the device now: cached blocks nobody uses, spares,
+    free handles and parked weights; 0 where pages never leave (a fixed pool, a physical cache). `short` is what its
+    requests wait for. `active_at` is when a row last ran, in seconds of the machine's monotonic clock.
     """
 
     engine: str

@@ -1,4 +1,4 @@
-"""The routes that change the server: memory limits, sleep, wake-up and fork. Behind the key or the loopback address."""
+"""The routes that change how much memory the server holds. Behind the key or the loopback address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from xllm_cli.core import Command, SetLimit, Trim
-from xllm_cli.errors import RequestError
 from xllm_cli.server.answering import read_body
 from xllm_cli.server.failures import json_response
 from xllm_cli.server.parsing import body_schema, parse
@@ -45,28 +44,18 @@ def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) 
     @router.post("/vmm/limit", openapi_extra=body_schema(LimitRequest))
     async def limit(request: HttpRequest) -> Response:
         asked = parse(LimitRequest, await read_body(request, limit=ADMIN_BODY_BYTES))
-        return await _carry_out(state, SetLimit(_command_id(), asked.bytes or None))
+        return await _carry_out(state, SetLimit(command_id(), asked.bytes or None))
 
     @router.post("/vmm/trim", openapi_extra=body_schema(TrimRequest))
     async def trim(request: HttpRequest) -> Response:
         body = await read_body(request, limit=ADMIN_BODY_BYTES)
-        return await _carry_out(state, Trim(_command_id(), parse(TrimRequest, body or b"{}").bytes))
-
-    @router.post("/sleep")
-    @router.post("/wakeup")
-    @router.post("/fork_master")
-    async def needs_vmm_weights() -> Response:
-        # R4: these calls move weight pages, and without the switch there are none.
-        raise RequestError(
-            "sleep, wake-up and fork need weights in VMM pages: start the server with --enable_vmm_weights=true",
-            code="vmm_weights_required",
-            param="enable_vmm_weights",
-        )
+        return await _carry_out(state, Trim(command_id(), parse(TrimRequest, body or b"{}").bytes))
 
     return router
 
 
-def _command_id() -> str:
+def command_id() -> str:
+    """A name for one command, never used again."""
     return uuid.uuid4().hex
 
 

@@ -161,7 +161,11 @@ class EngineClient:
             self._commands.pop(command.command_id, None)
 
     def fail_all(self, error: ErrorInfo) -> None:
-        """End every open request with an error and tell the engine to forget it."""
+        """End every open request and command with an error; the engine is told to forget the requests."""
+        for answered in self._commands.values():
+            if not answered.done():
+                refused = RequestError(error.message, status=error.status, code=error.code)
+                answered.set_exception(refused)
         for request_id, queue in list(self._queues.items()):
             queue.put_nowait(Output(request_id=request_id, finish="error", error=error))
         self.abort(list(self._queues))

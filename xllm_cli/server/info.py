@@ -35,6 +35,7 @@ def _model_routes(router: APIRouter, state: ServerState) -> None:
             "owned_by": "xllm",
             "root": state.settings["model"]["model"],
             "max_model_len": ready.max_model_len if ready else None,
+            "state": state.model_state,
         }
 
     @router.get("/v1/models")
@@ -45,6 +46,11 @@ def _model_routes(router: APIRouter, state: ServerState) -> None:
     async def model(name: str) -> Response:
         state.model.check(name)
         return json_response(card())
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        state.serving()
+        return json_response({"is_sleeping": state.model_state != "awake", "state": state.model_state})
 
     @router.get("/model_info")
     @router.get("/get_model_info")

@@ -19,6 +19,7 @@ WAITS = ("memory", "execution memory", "a slot", "a step")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 _MAPPING = (0.00001, 0.0001, 0.001, 0.01, 0.1, 1.0)
+_SLEEPING = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0)
 _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 128.0)
 _HTTP_SECONDS = (0.1, 1.0, 10.0, 60.0)
@@ -38,6 +39,8 @@ _HISTOGRAMS = (
     ("vllm:request_params_max_tokens", "Limit on new tokens asked for.", _TOKENS),
     ("vllm:iteration_tokens_total", "Tokens computed in a step.", _TOKENS),
     ("xllm:vmm_map_seconds", "Page changes of a step that mapped pages.", _MAPPING),
+    ("xllm:sleep_seconds", "From a sleep asked for to the model asleep, its requests' end included.", _SLEEPING),
+    ("xllm:wake_seconds", "From a wake-up asked for to the weights in their place.", _SLEEPING),
 )
 
 

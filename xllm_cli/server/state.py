@@ -71,6 +71,13 @@ class ServerState:
             return "draining"
         return "ready" if self.tokenizer is not None and self.client.ready is not None else "loading"
 
+    @property
+    def model_state(self) -> str:
+        """awake, light, deep, parked or falling asleep, as the engine last said; loading before that."""
+        snapshot = self.client.snapshot
+        facts = snapshot.memory.models.get(self.model.model_id, {}) if snapshot is not None else {}
+        return str(facts.get("state", "loading" if self.client.ready is None else "awake"))
+
     def serving(self) -> tuple[Tokenizer, Ready]:
         """The tokenizer and the engine's description. RequestError 503 while there is none or the server stops."""
         if self.phase in ("loading", "gone") or self.is_closed or self.tokenizer is None:
@@ -104,7 +111,7 @@ class ServerState:
         snapshot = self.client.snapshot
         if snapshot is not None and not snapshot.healthy:
             return {"status": "unhealthy", "reason": snapshot.reason}, 503
-        return {"status": "healthy"}, 200
+        return {"status": "healthy", "state": self.model_state}, 200
 
     def liveness(self) -> tuple[dict[str, Any], int]:
         """The body and status of /livez: the engine lives and has been heard of lately."""
