@@ -204,6 +204,16 @@ def test_a_question_is_repeated_after_a_while_or_an_answer(join: Callable[[str],
     assert poor.ask(MIB) == MIB
 
 
+def test_what_is_still_leaving_is_not_asked_for_again(join: Callable[[str], Neighbours]) -> None:
+    poor, rich = join("poor"), join("rich")
+    show(rich, cached=10 * MIB)
+    poor.ask(4 * MIB)
+    (question,), _ = rich.receive()
+    rich.answer(question, MIB)
+    poor.receive()
+    assert poor.ask(3 * MIB) == 0
+
+
 def test_a_lively_neighbour_is_heard_only_so_often(join: Callable[[str], Neighbours], clock: Clock) -> None:
     poor, rich = join("poor"), join("rich")
     show(rich, cached=10 * MIB)
