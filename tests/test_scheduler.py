@@ -218,6 +218,19 @@ def test_while_growth_is_closed_rows_that_need_no_page_run_and_nobody_is_preempt
     assert rig.scheduler.totals.preemptions == 0
 
 
+def test_where_only_small_batches_of_pages_are_to_be_had_one_after_another_grows():
+    rig = Rig(60)
+    wanted = {rig.add(15).number for _ in range(4)}
+    ran: set[int] = set()
+    for _ in range(40):
+        plan = rig.plan()
+        result = rig.done(plan, mapped=len(plan.delta.map) <= 4)
+        (rig.scheduler.commit if result.mapped else rig.scheduler.rollback)(plan, result)
+        rig.cache.check()
+        ran |= {row.sequence for row in plan.rows if result.mapped}
+    assert ran == wanted
+
+
 def test_when_nothing_can_run_the_youngest_gives_way():
     rig = Rig(20)
     old, young = rig.add(8), rig.add(8)

@@ -98,11 +98,12 @@ class Account:
 class GrowthGate:
     """Closed after a failed map, for 10 ms doubling to 1 s while maps keep failing; opens by itself.
 
-    `closed_until` is in seconds of the caller's clock, None when open.
+    `closed_until` is in seconds of the caller's clock, None when open. `is_wary` until a map succeeds again.
     """
 
     def __init__(self) -> None:
         self.closed_until: float | None = None
+        self.is_wary = False
         self._pause = FIRST_PAUSE_SECONDS
 
     def is_closed(self, now: float) -> bool:
@@ -121,8 +122,10 @@ class GrowthGate:
     def failed(self, now: float) -> None:
         """A map failed: close for the current pause, and double the next one."""
         self.close(now + self._pause)
+        self.is_wary = True
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
 
     def succeeded(self) -> None:
         """A map succeeded: the next pause is the first again."""
+        self.is_wary = False
         self._pause = FIRST_PAUSE_SECONDS

@@ -50,6 +50,12 @@ class Allocator:
         room = self._account.growth // residency.page_bytes
         return room - residency.missing_pages + residency.leaving_pages
 
+    @property
+    def growth_is_closed(self) -> bool:
+        """No further page may be wanted now: a map just failed, or failed last and this plan wants pages already. One
+        take() of pages in a plan is all then: where everybody's together are not to be had, one's still may be."""
+        return self.gate.is_closed(self._clock()) or (self.gate.is_wary and self.residency.missing_pages > 0)
+
     # --- taking -----------------------------------------------------------------------------------------------------
 
     def fits(self, own: Sequence[int], count: int) -> bool:
@@ -106,7 +112,7 @@ class Allocator:
         if not self.residency.reclaims:
             return 0
         pages = self.slack + sum(self.residency.tensors_of(spare) for spare in gone)
-        return pages if pages > 0 and not self.gate.is_closed(self._clock()) else -1
+        return pages if pages > 0 and not self.growth_is_closed else -1
 
     def _cold(self, count: int, gone: Collection[Spare] = ()) -> Cold:
         pages = self._pages_to_open(gone)
@@ -123,7 +129,7 @@ class Allocator:
         run; whoever is alone may therefore clear the cache and pack.
         """
         pool, residency = self.pool, self.residency
-        if pool.num_held != len(own) or self.gate.is_closed(self._clock()) or not residency.reclaims:
+        if pool.num_held != len(own) or self.growth_is_closed or not residency.reclaims:
             return []
         held = set(own)
         last = min(pool.num_blocks, pool.first_block + len(own) + count)

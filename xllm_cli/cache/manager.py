@@ -210,8 +210,9 @@ class CacheManager:
 
     @property
     def growth_is_closed(self) -> bool:
-        """Whether a failed map, or close_growth(), keeps every further page from being asked for."""
-        return self._allocator.gate.is_closed(self._clock())
+        """Whether a failed map, or close_growth(), keeps every further page from being asked for. After a failed map a
+        plan grows by the pages of one grow() only, until a map succeeds."""
+        return self._allocator.growth_is_closed
 
     @property
     def growth_opens_soon(self) -> bool:
