@@ -7,6 +7,7 @@ import random
 import pytest
 from fault_campaign import Campaign
 
+from xllm_cli.cache.account import GrowthGate
 from xllm_cli.vmm.pool import PagePool
 
 
@@ -45,3 +46,9 @@ def test_a_pool_that_forgets_what_the_driver_kept_is_caught(monkeypatch: pytest.
     monkeypatch.setattr(PagePool, "_destroy_free", forget)
     with pytest.raises(AssertionError, match=r"left behind|are stuck"):
         Campaign(1).run(1_000)
+
+
+def test_a_request_that_waits_for_ever_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GrowthGate, "is_closed", lambda gate, now: gate.closed_until is not None)
+    with pytest.raises(AssertionError, match="are stuck"):
+        Campaign(1).run(10_000)
