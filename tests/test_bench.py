@@ -83,11 +83,12 @@ def test_sigterm_unwinds_what_was_started() -> None:
 
 def test_the_table_gives_medians_and_ratios() -> None:
     def runs(*speeds: int) -> list[Run]:
-        return [Run(LoadResult(1.0, speed, 0.1, 0.02), {}, 3 * 2**20) for speed in speeds]
+        counts = {"pages_mapped": 7, "pages_unmapped": 5}
+        return [Run(LoadResult(1.0, speed, 0.1, 0.02), counts, 3 * 2**20, 2**20) for speed in speeds]
 
     lines = list(table({("physical", 8): runs(100, 120, 90), ("elastic", 8): runs(95, 50, 99)}, baseline="physical"))
-    assert lines[1].split() == ["8", "physical", "100.0", "90.0-120.0", "1.000", "100.0", "20.00", "3"]
-    assert lines[2].split() == ["8", "elastic", "95.0", "50.0-99.0", "0.950", "100.0", "20.00", "3"]
+    assert lines[1].split() == ["8", "physical", "100.0", "90.0-120.0", "1.000", "100.0", "20.00", "+7", "-5", "3", "1"]
+    assert lines[2].split() == ["8", "elastic", "95.0", "50.0-99.0", "0.950", "100.0", "20.00", "+7", "-5", "3", "1"]
     assert {len(line) for line in lines} == {len(lines[0])}
 
 

@@ -12,6 +12,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,15 +32,18 @@ VARIANTS = {
     "elastic": ["--enable_vmm_kvcache=true", "--vmm_elastic=true"],
 }
 BASELINE = "physical"
+REST_SECONDS = 1.2  # spares leave within a second
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
 class Run(NamedTuple):
-    """One workload on one server: what the client saw, what the server counted, and bytes owned at its end."""
+    """One workload on one server: what the client saw, what the server counted, and the bytes it owns at the end of it
+    and after a rest."""
 
     load: LoadResult
     counts: dict[str, int]
     physical: int
+    rested: int
 
 
 Runs = dict[tuple[str, int], list[Run]]
@@ -169,15 +173,20 @@ def measure(addresses: Mapping[str, Address], workloads: list[Workload], *, repe
                 load = run_load(address, workload, seed=repeat * 1000 + workload.concurrency)
                 after = counters(address)
                 counts = {key: after[key] - before[key] for key in after}
-                run = Run(load, counts, int(memory(address)["physical"]))
+                physical = int(memory(address)["physical"])
+                time.sleep(REST_SECONDS)
+                run = Run(load, counts, physical, int(memory(address)["physical"]))
                 runs.setdefault((name, workload.concurrency), []).append(run)
                 click.echo(f"{repeat}/{repeats} {name} x{workload.concurrency}: {load.tokens_per_second:.1f}", err=True)
     return runs
 
 
 def table(runs: Runs, *, baseline: str) -> Iterator[str]:
-    """The lines to print: medians over repeats, ranges of tokens/s, and the ratio of medians to `baseline`."""
-    yield "requests  KV cache   tok/s         range  ratio  TTFT ms  TPOT ms  KV MiB"
+    """The lines to print: medians over repeats, ranges of tokens/s, and the ratio of medians to `baseline`.
+
+    `pages` were mapped and unmapped inside the window; `KV MiB` is owned at its end, `rest` a second later.
+    """
+    yield "requests  KV cache   tok/s         range  ratio  TTFT ms  TPOT ms        pages  KV MiB    rest"
     for (name, concurrency), repeats in sorted(runs.items(), key=lambda item: item[0][1]):
         speeds = [run.load.tokens_per_second for run in repeats]
         base = runs.get((baseline, concurrency), repeats)
@@ -185,9 +194,13 @@ def table(runs: Runs, *, baseline: str) -> Iterator[str]:
         first = 1000 * statistics.median(run.load.first for run in repeats)
         between = 1000 * statistics.median(run.load.between for run in repeats)
         mebibytes = statistics.median(run.physical for run in repeats) / 2**20
+        rested = statistics.median(run.rested for run in repeats) / 2**20
+        pages = "+{:.0f} -{:.0f}".format(
+            *(statistics.median(run.counts[key] for run in repeats) for key in ("pages_mapped", "pages_unmapped"))
+        )
         yield (
             f"{concurrency:>8}  {name:<8} {statistics.median(speeds):>7.1f} {min(speeds):>6.1f}-{max(speeds):<6.1f} "
-            f"{ratio:>6.3f} {first:>8.1f} {between:>8.2f} {mebibytes:>7.0f}"
+            f"{ratio:>6.3f} {first:>8.1f} {between:>8.2f} {pages:>12} {mebibytes:>7.0f} {rested:>7.0f}"
         )
 
 
@@ -201,6 +214,7 @@ def as_json(runs: Runs, starts: Mapping[str, float]) -> dict[str, Any]:
             **run.load._asdict(),
             **run.counts,
             "physical": run.physical,
+            "rested": run.rested,
         }
         for (name, concurrency), repeats in runs.items()
         for run in repeats

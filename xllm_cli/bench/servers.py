@@ -32,6 +32,7 @@ COUNTERS = {
     "hits": "vllm:prefix_cache_hits_total",
     "preemptions": "vllm:num_preemptions_total",
     "pages_mapped": "xllm:vmm_pages_mapped_total",
+    "pages_unmapped": "xllm:vmm_pages_unmapped_total",
 }
 
 
