@@ -108,6 +108,15 @@ def test_pages_that_leave_in_a_step_of_the_engine_are_no_execution_room():
         assert llm.memory()["execution_room"] < NOISE
 
 
+def test_what_comes_between_steps_of_the_engine_is_no_execution_room():
+    flags = {"enable_vmm_kvcache": True, "vmm_elastic": True}
+    with LLM(tiny_checkpoint("llama"), dtype="float32", max_cache_size=16 * MIB, **flags) as llm:
+        before = llm.memory()["execution_room"]
+        spike()  # weights that are read again
+        llm.engine.look()
+        assert llm.memory()["execution_room"] < before + NOISE
+
+
 def test_closing_twice_gives_the_descriptors_back_once(rank: Rank):
     before = len(list(Path("/proc/self/fd").iterdir()))
     observer = HostMemoryObserver(rank.driver, rank.store)

@@ -78,7 +78,8 @@ class Worker:
         self._graphs = graphs
 
     def observe(self) -> Observation:
-        """An observation outside a step."""
+        """An observation outside a step: what happened since the last one, such as a model that woke, was none."""
+        self._observer.begin_step()
         return self._observer.observe()
 
     def execute(self, plan: StepPlan) -> StepResult:
