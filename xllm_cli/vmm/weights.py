@@ -16,13 +16,14 @@ from typing import Literal
 
 import torch
 
-from xllm_cli.errors import MemoryShortage
+from xllm_cli.errors import MemoryShortage, ModelError
 from xllm_cli.vmm.arena import HOST, Arena
 from xllm_cli.vmm.driver import Driver, VmmError, VmmShortage
 from xllm_cli.vmm.pool import PagePool
 
 ALIGNMENT = 64  # bytes: a cache line
 FILL_PAGES = 32  # mapped and filled at a time
+CHANGED = "the checkpoint is not the one that was loaded: its parameters differ in number, shape or type"
 
 State = Literal["resident", "parked", "absent"]
 Fill = Callable[[torch.Tensor, int], None]
@@ -52,6 +53,7 @@ class WeightArena:
         self._fence = fence
         self._keep_free = keep_free
         self._kept: dict[int, int] = {}  # page → handle
+        self._forms: dict[int, tuple[torch.Size, torch.dtype]] = {}  # of what was taken, by its first byte
         self.state: State = "resident"
         self.used = 0
 
@@ -78,12 +80,15 @@ class WeightArena:
             raise MemoryShortage(f"the weights need more than the {self._arena.nbytes} bytes reserved for them")
         self._map_up_to(-(-end // self._pool.page_bytes))
         self.used = end
+        self._forms[start] = torch.Size(shape), dtype
         return self._arena.tensor(dtype, shape, offset=start)
 
     def view(self, shape: Sequence[int], dtype: torch.dtype, used: int) -> tuple[torch.Tensor, int]:
-        """What take() gave when `used` bytes were taken, and how many were taken then."""
+        """What take() gave when `used` bytes were taken, and how many were taken then. ModelError if that was something
+        of another form."""
         start, end = _place(used, shape, dtype)
-        assert end <= self.used, "the same parameters come in the same order"
+        if self._forms.get(start) != (torch.Size(shape), dtype):
+            raise ModelError(CHANGED)
         return self._arena.tensor(dtype, shape, offset=start), end
 
     def _map_up_to(self, pages: int) -> None:

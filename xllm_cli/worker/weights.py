@@ -19,11 +19,12 @@ from typing import Literal
 
 import torch
 
-from xllm_cli.errors import ModelError, XllmError
+from xllm_cli.errors import MemoryShortage, ModelError, XllmError
 from xllm_cli.vmm.driver import VmmError
 from xllm_cli.vmm.pool import PagePool
-from xllm_cli.vmm.weights import WeightArena
+from xllm_cli.vmm.weights import CHANGED, WeightArena
 from xllm_cli.worker.backup import Backup
+from xllm_cli.worker.exhaustion import bytes_refused
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +33,20 @@ LEVELS: dict[int, State] = {1: "light", 2: "deep"}
 
 
 class WeightsError(XllmError):
-    """The device, the disk or the checkpoint refused; the state is what it was."""
+    """The device, its memory, the disk or the checkpoint refused; the state is what it was."""
 
 
 @contextmanager
 def _refusals() -> Iterator[None]:
+    """What may go wrong without anybody's fault leaves as a WeightsError."""
     try:
         yield
-    except (VmmError, OSError, ModelError) as error:
+    except (VmmError, OSError, ModelError, MemoryShortage) as error:
         raise WeightsError(str(error)) from error
+    except (RuntimeError, MemoryError) as error:
+        if bytes_refused(error) is None:
+            raise
+        raise WeightsError(f"out of memory: {error}") from error
 
 
 class Weights:
@@ -77,21 +83,30 @@ class Weights:
     def park(self) -> None:
         """awake → parked. WeightsError if a page cannot be unmapped."""
         assert self.state == "awake"
-        with _refusals():
-            self._arena.park()
+        self._let_go(self._arena.park)
         self.state = "parked"
 
     def sleep(self, level: int) -> None:
         """awake or parked → light (1) or deep (2); from light to deep the copy goes, too. WeightsError as park()."""
         assert self.state != "deep" and level in LEVELS
         if self.state != "light":
-            with _refusals():
-                self._arena.discard()
+            self._let_go(self._arena.discard)
             self._pool.trim()
         if level == 2 and self._backup is not None:
             self._backup.close()
             self._backup = None
         self.state = LEVELS[level]
+
+    def _let_go(self, change: Callable[[], None]) -> None:
+        """Where the device refuses both a page's way out and the others' way back, they are set aside: no row may run
+        then."""
+        try:
+            with _refusals():
+                change()
+        except WeightsError:
+            if self._arena.state == "parked":
+                self.state = "parked"
+            raise
 
     def give_up(self) -> int:
         """parked → light: somebody needs the pages. Returns the bytes given back; 0 if nothing is parked."""
@@ -117,6 +132,7 @@ class Weights:
         if self.state == "parked":
             self._arena.unpark()
             return ""
+        self._arena.discard()  # what a wake-up that failed could not give back
         if self._backup is not None:
             return self._arena.restore(self._backup.fill, keep_free=keep_free)
         return self._read_again(keep_free)
@@ -125,7 +141,9 @@ class Weights:
         if short := self._arena.restore(_leave, keep_free=keep_free):
             return short
         try:
-            self._reload(Refill(self._arena))
+            refill = Refill(self._arena)
+            self._reload(refill)
+            refill.finish()
         except BaseException:
             self._arena.discard()
             self._pool.trim()
@@ -157,6 +175,11 @@ class Refill:
         """See models.ops.base.WeightMemory."""
         tensor, self._used = self._arena.view(shape, dtype, self._used)
         return tensor
+
+    def finish(self) -> None:
+        """ModelError if not all of it was taken: what the rest should hold is unknown."""
+        if self._used != self._arena.used:
+            raise ModelError(CHANGED)
 
 
 def copy_of(arena: WeightArena) -> Backup | None:
