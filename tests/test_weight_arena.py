@@ -193,7 +193,10 @@ def test_random_verbs_with_random_faults_keep_the_books() -> None:
             verb(home, numbers, backup)
         home.check()
     home.driver.reset_counts()
-    cycle_home(home, backup)
+    while home.arena.state != "resident":
+        with suppress(VmmError):
+            verb(home, numbers, backup)
+    cycle(home, backup)  # every verb once: a fault that is still planned would else hit the closing
     assert home.backup() == backup
     home.close()
 
@@ -208,10 +211,3 @@ def verb(home: Home, numbers: random.Random, backup: bytes) -> None:
             home.arena.restore(filler(backup))
     if numbers.random() < 0.3:
         home.pool.trim()
-
-
-def cycle_home(home: Home, backup: bytes) -> None:
-    if home.arena.state == "parked":
-        home.arena.unpark()
-    elif home.arena.state == "absent":
-        assert home.arena.restore(filler(backup)) == ""
