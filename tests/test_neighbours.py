@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -154,6 +156,27 @@ def test_a_file_of_a_dead_engine_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("call", ["flock", "pwrite", "pread", "unlink"])
+def test_a_folder_that_fails_is_an_empty_one(
+    join: Callable[[str], Neighbours], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    one, _ = join("one"), join("two")
+    (tmp_path / "dead.status").write_bytes(b"")
+    monkeypatch.setattr(fcntl if call == "flock" else os, call, fail)
+    show(one, cached=MIB)
+    assert {status.model_id for status in one.others()} <= {"two"}
+    monkeypatch.undo()
+
+
+def test_a_long_name_is_cut(join: Callable[[str], Neighbours]) -> None:
+    join("m" * 5000)
+    (seen,) = join("other").others()
+    assert seen.model_id == "m" * peers.NAME_CHARACTERS
+
+
 def test_a_live_engines_file_survives_being_read(tmp_path: Path) -> None:
     first = Status(engine="1-a", pid=1, model_id="m", device="cpu")
     file = StatusFile(tmp_path, first)
@@ -228,7 +251,16 @@ def test_a_lively_neighbour_is_heard_only_so_often(join: Callable[[str], Neighbo
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"{}", b"\xff" * 600, b'{"type":"ask","bytes":-1}', b'{"type":"ask","bytes":"1"}', b'{"type":"kill"}']
+    "text",
+    [
+        b"",
+        b"{}",
+        b"\xff" * 600,
+        b'{"type":"ask","bytes":-1}',
+        b'{"type":"ask","bytes":"1"}',
+        b'{"type":"kill"}',
+        b'{"type":"gave","bytes":18446744073709551615}',
+    ],
 )
 def test_nonsense_is_dropped(tmp_path: Path, join: Callable[[str], Neighbours], text: bytes) -> None:
     one = join("a")

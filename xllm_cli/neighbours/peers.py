@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -29,19 +30,21 @@ DATAGRAMS_AT_ONCE = 64
 PUBLISH_SECONDS = 0.05  # while rows run; an engine that falls idle is shown at once
 ASK_SECONDS = 0.05  # an unanswered question is asked again after this
 ANSWER_SECONDS = 0.01  # what one neighbour asks more often than this is not read
+NAME_CHARACTERS = 200  # of a model's name that neighbours see
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]  # what no device has would only overflow the totals
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Please make so many bytes free on the device."""
 
-    bytes: int
+    bytes: Bytes
 
 
 class Gave(msgspec.Struct, frozen=True, tag="gave"):
     """So many bytes are free now that were not; perhaps none."""
 
-    bytes: int
+    bytes: Bytes
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -72,7 +75,7 @@ class Neighbours:
         self.counters = PeerCounters()
         self._folder = folder
         self._clock = clock
-        self._first = Status(engine=engine, pid=os.getpid(), model_id=model_id, device=device)
+        self._first = Status(engine=engine, pid=os.getpid(), model_id=model_id[:NAME_CHARACTERS], device=device)
         self._socket_path = folder / f"{engine}.sock"
         self._socket = _bound(self._socket_path)
         try:
@@ -100,7 +103,10 @@ class Neighbours:
             if now < self._publish_at:
                 return
         self._publish_at = now + PUBLISH_SECONDS
-        self._file.write(self._status(snapshot, is_giving=is_giving, short=short, now=now))
+        try:
+            self._file.write(self._status(snapshot, is_giving=is_giving, short=short, now=now))
+        except OSError as error:  # neighbours see what was, and ask for too much or too little
+            log.debug("the status for neighbours cannot be written: %s", error)
 
     def _status(self, snapshot: Snapshot, *, is_giving: bool, short: int, now: float) -> Status:
         memory = snapshot.memory
@@ -183,9 +189,7 @@ class Neighbours:
 
     def _read(self, text: bytes) -> Ask | Gave | None:
         with suppress(msgspec.DecodeError):
-            message = self._decoder.decode(text)
-            if message.bytes >= 0:
-                return message
+            return self._decoder.decode(text)
         return None
 
     def _may_ask(self, sender: str) -> bool:

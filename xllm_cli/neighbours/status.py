@@ -86,7 +86,7 @@ class StatusFile:
 def read_statuses(folder: Path) -> list[Status]:
     """The engines of a device that are alive, by name; the files of dead ones are removed on the way.
 
-    A page that cannot be read (another version's, damaged) is left out.
+    A page that cannot be read (another version's, damaged, on a disk that fails) is left out.
     """
     found = (_read(path) for path in sorted(folder.glob("*" + SUFFIX)))
     return [status for status in found if status is not None]
@@ -107,6 +107,8 @@ def _read(path: Path) -> Status | None:
             return None
         statuses = (_parse(os.pread(fd, FILE_BYTES, 0)) for _ in range(READ_ATTEMPTS))
         return next((status for status in statuses if status is not None), None)
+    except OSError:
+        return None
     finally:
         os.close(fd)
 
