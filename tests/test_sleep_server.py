@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import httpx
 import pytest
 from checkpoints import tiny_checkpoint
 from real_server import Serving
+from test_cli import Ran
 
 MIB = 1 << 20
 WEIGHTS = ("--enable_vmm_weights=true", "--vmm_elastic=true", "--block_size=16", "--dtype=float32")
@@ -153,3 +155,21 @@ def test_what_is_so_already_is_a_conflict(elastic: Serving) -> None:
 def test_a_wrong_question_changes_nothing(elastic: Serving, path: str, body: dict, status: int, code: str) -> None:
     assert refused(elastic.http.post(path, json=body)) == (status, code)
     assert elastic.http.get("/is_sleeping").json()["state"] == "awake"
+
+
+# --- the commands
+
+
+def test_the_commands_put_to_sleep_wake_and_show(elastic: Serving, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--url", elastic.url)
+    ran = Ran(capsys, "sleep", "llama", "--level=2", *asked)
+    assert ran.code == 0 and ran.out.startswith("llama: awake → deep in ") and "0.0MiB physical" in ran.out
+    assert "  deep  " in Ran(capsys, "models", *asked).out
+    ran = Ran(capsys, "sleep", *asked)
+    assert ran.code == 1 and "409: the model is already asleep (deep)" in ran.err
+    ran = Ran(capsys, "wake", *asked)
+    assert ran.code == 0 and ran.out.startswith("llama: deep → awake in ")
+    (line,) = Ran(capsys, "models", "--json", *asked).out.splitlines()
+    assert json.loads(line)["state"] == "awake" and json.loads(line)["weights"] > 0
+    assert Ran(capsys, "sleep", "--mode=now", *asked).code == Ran(capsys, "sleep", "--level=3", *asked).code == 2
+    assert "404: no such model here; this server has llama" in Ran(capsys, "wake", "other", *asked).err

@@ -30,9 +30,12 @@ COMMANDS = MappingProxyType(
         "env": "Versions, devices and limits here, and what is missing.",
         "fetch": "Download a small model.",
         "flags": "Every flag as a Markdown table.",
+        "models": "What a running server serves, and whether it is awake.",
         "serve": "Serve a model over HTTP with OpenAI's API.",
+        "sleep": "Put a running server's model to sleep: its memory goes to others.",
         "version": "Versions of this package and of what it runs on.",
         "vmm": "Engines that share a device: show, limit and trim their memory.",
+        "wake": "Wake a running server's model.",
     }
 )
 

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
 
-from xllm_cli.commands.client import DEFAULT_URL, Answer, Client, api_key
+from xllm_cli.commands.asking import asks, order, size, table
+from xllm_cli.commands.client import Client, api_key
 from xllm_cli.declare import parse_bytes
-from xllm_cli.errors import ConfigError, XllmError
 from xllm_cli.neighbours.folder import device_folders
 from xllm_cli.neighbours.status import Status, read_statuses
 
@@ -35,8 +33,6 @@ COLUMNS = (
     "AGE",
 )
 TIMEOUT_SECONDS = 60.0  # above what the server itself waits for its engine
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Bytes(click.ParamType[int]):
@@ -70,22 +66,14 @@ def show(base: str, as_json: bool) -> None:
         for status in statuses:
             click.echo(msgspec.json.encode(status).decode())
     elif statuses:
-        click.echo(_table([COLUMNS, *(_cells(status) for status in statuses)]))
+        click.echo(table([COLUMNS, *(_cells(status) for status in statuses)]))
     else:
         click.echo("no engine of this user is running")
 
 
-def _asks(function: Function) -> Function:
-    """The options of a command that asks a server."""
-    file = click.Path(dir_okay=False, path_type=Path)
-    key = click.option("--api_key_file", type=file, help="File of the key; else XLLM_API_KEY.")
-    url = click.option("--url", default=DEFAULT_URL, show_default=True, help="The server to ask.")
-    return url(key(function))
-
-
 @command.command()
 @click.argument("nbytes", metavar="BYTES", type=Bytes())
-@_asks
+@asks
 def limit(nbytes: int, url: str, api_key_file: Path | None) -> None:
     """Cap a server's KV cache at BYTES from now on (256MiB, 2G, …); 0 lifts the cap."""
     _post(Client(url, api_key(api_key_file), timeout=TIMEOUT_SECONDS), "/vmm/limit", {"bytes": nbytes})
@@ -93,7 +81,7 @@ def limit(nbytes: int, url: str, api_key_file: Path | None) -> None:
 
 @command.command()
 @click.argument("nbytes", metavar="[BYTES]", type=Bytes(), required=False)
-@_asks
+@asks
 def trim(nbytes: int | None, url: str, api_key_file: Path | None) -> None:
     """Have a server give back BYTES that no request uses; all of them if left out."""
     body = {} if nbytes is None else {"bytes": nbytes}
@@ -101,23 +89,12 @@ def trim(nbytes: int | None, url: str, api_key_file: Path | None) -> None:
 
 
 def _post(client: Client, path: str, body: dict[str, int]) -> None:
-    answer = client.post(path, body)
-    if answer.status != 200:
-        kind = ConfigError if answer.status == 400 else XllmError
-        raise kind(f"{client.url}{path}: {answer.status}: {_message(answer)}")
-    said = answer.json()
-    capped = "no limit" if said["limit"] is None else f"limit {_size(said['limit'])}"
+    done = order(client, path, body)
+    capped = "no limit" if done["limit"] is None else f"limit {size(done['limit'])}"
     click.echo(
-        f"freed {_size(said['freed'])} in {said['milliseconds']:.1f} ms; "
-        f"{_size(said['mapped'])} mapped, {_size(said['physical'])} physical, {capped}"
+        f"freed {size(done['freed'])} in {done['milliseconds']:.1f} ms; "
+        f"{size(done['mapped'])} mapped, {size(done['physical'])} physical, {capped}"
     )
-
-
-def _message(answer: Answer) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return answer.body[:200].decode("utf-8", "replace")
 
 
 def _cells(status: Status) -> tuple[str, ...]:
@@ -126,18 +103,8 @@ def _cells(status: Status) -> tuple[str, ...]:
         status.model_id,
         status.device,
         str(status.pid),
-        *("-" if size is None else _size(size) for size in sizes),
+        *("-" if nbytes is None else size(nbytes) for nbytes in sizes),
         str(status.running),
         str(status.waiting),
         f"{max(0.0, time.monotonic() - status.written_at):.1f}s",
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f}MiB"
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = (zip(row, widths, strict=True) for row in rows)
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in lines)
