@@ -12,7 +12,8 @@ page stay where it is: counted, and put right by the next verb. Knows no file, n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, Literal
 
 import torch
 
@@ -22,7 +23,8 @@ from xllm_cli.vmm.driver import Driver, VmmError, VmmShortage
 from xllm_cli.vmm.pool import PagePool
 
 ALIGNMENT = 64  # bytes: a cache line
-FILL_PAGES = 32  # mapped and filled at a time
+FILL_PAGES = 8  # mapped and filled at a time: small beside a model, large beside a look at free memory
+FILL_THREADS = 2  # beside the one that makes pages: zeroing them takes as long as filling them
 CHANGED = "the checkpoint is not the one that was loaded: its parameters differ in number, shape or type"
 
 State = Literal["resident", "parked", "absent"]
@@ -50,6 +52,7 @@ class WeightArena:
         `keep_free` are bytes that taking pages leaves free on the device."""
         self._arena = Arena(driver, pool, nbytes, device)
         self._pool = pool
+        self._is_host = device == HOST
         self._fence = fence
         self._keep_free = keep_free
         self._kept: dict[int, int] = {}  # page → handle
@@ -131,20 +134,25 @@ class WeightArena:
             self.state = "absent"
 
     def restore(self, fill: Fill, *, keep_free: int = 0) -> str:
-        """absent → resident: fresh pages, filled a few at a time by `fill(bytes, offset)`, bytes being uint8 [n].
+        """absent → resident: fresh pages, filled a few at a time by `fill(bytes, offset)`, bytes being uint8 [n]. Host
+        memory is filled by threads while the next pages are made: `fill` must bear that.
 
         "" if it went well; else why there are no pages, and nothing has changed. What `fill` raises, and a VmmError,
         leave it absent too.
         """
         assert self.state == "absent"
         try:
-            for first in range(0, self.pages, FILL_PAGES):
-                last = min(first + FILL_PAGES, self.pages)
-                missing = [page for page in range(first, last) if not self._arena.is_mapped(page)]
-                if missing and not self._map_fresh(missing, keep_free):
-                    return self._pool.last_shortage
-                start = first * self._pool.page_bytes
-                fill(self._bytes(start, min(last * self._pool.page_bytes, self.used)), start)
+            with self._filler() as filler:  # its end waits for what is being filled: only then may pages go
+                filled: list[Future[None]] = []
+                for first in range(0, self.pages, FILL_PAGES):
+                    last = min(first + FILL_PAGES, self.pages)
+                    missing = [page for page in range(first, last) if not self._arena.is_mapped(page)]
+                    if missing and not self._map_fresh(missing, keep_free):
+                        return self._pool.last_shortage
+                    start = first * self._pool.page_bytes
+                    chunk = self._bytes(start, min(last * self._pool.page_bytes, self.used))
+                    filled.append(filler.submit(fill, chunk, start))
+            _settle(filled)
             self.state = "resident"
         finally:
             if self.state != "resident":
@@ -152,6 +160,9 @@ class WeightArena:
                 stuck = self._unmap()
                 self._pool.give([handle for page, handle in handles.items() if page not in stuck])
         return ""
+
+    def _filler(self) -> Executor:
+        return ThreadPoolExecutor(FILL_THREADS, "weights") if self._is_host else _AtOnce()
 
     def read(self, take: Fill) -> None:
         """Show all bytes in order, a few pages at a time, to `take(bytes, offset)`."""
@@ -208,6 +219,26 @@ class WeightArena:
 
     def _stays_mapped(self, stuck: set[int]) -> VmmError:
         return VmmError("unmap", 0, self._arena.address, f"{len(stuck)} pages of the weights stay mapped")
+
+
+def _settle(filled: list[Future[None]]) -> None:
+    """Raise what the first that failed raised. Forgets them all: an error holds the frames that hold its memory."""
+    error = next(filter(None, (each.exception() for each in filled)), None)
+    filled.clear()
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error
+
+
+class _AtOnce(Executor):
+    """No thread but the caller's, which is the one that holds the device's context."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*args, **more))
+        return done
 
 
 def _place(used: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
