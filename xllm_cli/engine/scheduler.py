@@ -138,6 +138,7 @@ class Scheduler:
             self._preempt(self.running[-1], draft)
 
     def _admit(self, draft: Draft) -> None:
+        promised = None  # blocks that running prefills are still to get; counted once, a burst may admit hundreds
         while self.waiting and len(self.running) < self._limits.sequences:
             sequence = self.waiting[0]
             if draft.is_short or sequence.preempted_in_step == draft.step:
@@ -150,24 +151,26 @@ class Scheduler:
             if not sequence.is_ready:
                 self.waiting_for = "a step"
                 return
-            if not self._admit_head(sequence, draft):
+            if promised is None:
+                promised = sum(self._promised(s) for s in self.running)
+            if not self._admit_head(sequence, draft, promised):
                 self._cache.release(sequence.table)
                 sequence.computed = 0
                 return
             self.waiting.popleft()
             insort(self.running, sequence, key=lambda s: s.order)
             sequence.admitted()
+            promised += self._promised(sequence)
         if self.waiting:
             self.waiting_for = "a slot"
 
-    def _admit_head(self, sequence: Sequence, draft: Draft) -> bool:
+    def _admit_head(self, sequence: Sequence, draft: Draft, promised: int) -> bool:
         """Admission needs the whole remaining prompt and one block more to fit, besides what was promised before."""
         self._match(sequence)
         count = self._chunk(sequence, draft)
         if count < 1:
             self.waiting_for = "a step"
             return False
-        promised = sum(self._blocks_missing(s) for s in self.running if not s.is_decoding)
         missing = promised + self._blocks_missing(sequence)
         fits = self._cache.fits(missing, sequence.table)
         if not fits or not self._cache.grow(sequence.table, sequence.computed + count):
@@ -193,6 +196,9 @@ class Scheduler:
         if self._limits.chunk is not None:
             return min(missing, room, self._limits.chunk)
         return min(missing, room) if missing <= room or not draft.entries else 0
+
+    def _promised(self, sequence: Sequence) -> int:
+        return 0 if sequence.is_decoding else self._blocks_missing(sequence)
 
     def _blocks_missing(self, sequence: Sequence) -> int:
         """Blocks to finish a prefill and one more to decode into, but no more than its last token will ever need."""
