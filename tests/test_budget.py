@@ -175,13 +175,13 @@ def test_headroom_follows_free_memory(seen: list[Observation], caps: Limits, usa
 
 @given(observations, limits, usages, sizes)
 def test_what_was_created_since_is_taken_off(seen: list[Observation], caps: Limits, usage: Usage, more: int) -> None:
-    later = replace(usage, created=usage.created + more)
+    later = usage._replace(created=usage.created + more)
     assert headroom(seen, caps, later).bytes <= headroom(seen, caps, usage).bytes
 
 
 @given(observations, limits, usages)
 def test_possible_is_at_least_what_may_be_held_now(seen: list[Observation], caps: Limits, usage: Usage) -> None:
-    usage = replace(usage, weights_on_device=0, weights_mapped=0, padding=0, created=0)
+    usage = usage._replace(weights_on_device=0, weights_mapped=0, padding=0, created=0)
     pool = min((rank.free_handles for rank in seen), default=0) + usage.kv_mapped
     caps = replace(caps, pool_bytes=max(pool, caps.pool_bytes), limit=None)
     honest = [rank for rank in seen if rank.free + usage.kv_mapped <= rank.total and rank.owned >= usage.kv_mapped]
@@ -269,7 +269,7 @@ def test_the_sum_in_words_is_the_sum() -> None:
 def test_the_growth_of_an_account_is_the_headroom_or_minus_what_is_lacking(
     seen: list[Observation], caps: Limits, usage: Usage
 ) -> None:
-    account = Account(caps, replace(usage, created=0))
+    account = Account(caps, usage._replace(created=0))
     account.observe(tuple(seen))
     room = account.headroom()
     assert account.growth <= room.bytes

@@ -58,7 +58,7 @@ class Account:
         self._use(weights_mapped=mapped, weights_on_device=on_device)
 
     def _use(self, **changes: int) -> None:
-        self._usage = replace(self._usage, **changes)
+        self._usage = self._usage._replace(**changes)
         self._headroom = None
 
     def headroom(self) -> Headroom:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from xllm_cli.core import LimitedBy as LimitedBy
 from xllm_cli.core import Observation
 
 HOST_FLOOR_BYTES = 64 << 20
+_BYTES = itemgetter(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,7 @@ class Limits:
     host: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """What is taken already, in bytes.
 
     `kv_mapped` are acknowledged KV pages, spares included; `weights_mapped` weight pages of the pool, and
@@ -88,7 +89,7 @@ def headroom(observations: Sequence[Observation], limits: Limits, usage: Usage) 
         caps.append((limits.max_cache_size - kv_used, "max_cache_size"))
     if limits.limit is not None:
         caps.append((limits.limit - kv_used, "limit"))
-    least_cap = min(caps)[0]
+    least_cap = min(caps, key=_BYTES)[0]
     deficit = 0
     for seen in observations:
         from_handles = min(usage.created, seen.free_handles)
@@ -104,7 +105,7 @@ def headroom(observations: Sequence[Observation], limits: Limits, usage: Usage) 
         caps.append((free_handles + max(0, room), "free_memory"))
     if not observations:
         caps.append((0, "free_memory" if limits.elastic else "pool"))
-    least, name = min(caps, key=lambda cap: cap[0])
+    least, name = min(caps, key=_BYTES)
     return Headroom(least, name, deficit, least_cap, tuple(caps))
 
 
@@ -124,7 +125,7 @@ def possible(observations: Sequence[Observation], limits: Limits, usage: Usage) 
             caps.append((int(seen.total * limits.ratio) - weights, "max_memory_utilization"))
         else:
             caps.append((seen.total - floor_bytes(seen.total, limits) - weights, "free_memory"))
-    least, name = min(caps, key=lambda cap: cap[0])
+    least, name = min(caps, key=_BYTES)
     return least - usage.state - usage.padding, name
 
 

@@ -94,12 +94,16 @@ class WidthPages:
     def change_mapped(self, page: int, tensors: Sequence[int], *, mapped: bool) -> None:
         """These tensors mapped, or unmapped, the page; each must have been the other way."""
         self.reach(page)
+        every = len(self.tensors)
+        if len(tensors) == every and self.num_mapped[page] == (0 if mapped else every) and page not in self.stuck:
+            self.num_mapped[page] = every if mapped else 0  # all at once, which is the rule
+            return
         have = set(self.mapped_tensors(page))
         assert len(set(tensors)) == len(tensors), f"page {page}: a tensor twice in {tensors}"
         assert all((t in have) != mapped for t in tensors), f"page {page}: mapped {mapped} already for {tensors}"
         have.symmetric_difference_update(tensors)
         self.num_mapped[page] = len(have)
-        if 0 < len(have) < len(self.tensors):
+        if 0 < len(have) < every:
             self.partial[page] = have
         else:
             self.partial.pop(page, None)
