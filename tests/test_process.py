@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -39,6 +40,7 @@ from xllm_cli.engine import parent as parent_module
 from xllm_cli.engine.engine import Engine
 from xllm_cli.engine.loop import Loop
 from xllm_cli.engine.parent import Parent
+from xllm_cli.engine.process import _keep_for_good
 from xllm_cli.flags import Config
 
 ROOT = Path(__file__).parent.parent
@@ -246,3 +248,12 @@ def test_a_server_that_does_not_read_has_its_streams_ended(in_thread: InThread):
             heard[output.request_id].append(output)
     assert {outputs[-1].error.code for outputs in heard.values()} == {"answer_not_read"}
     assert all(50 < len(outputs) < 500 for outputs in heard.values())
+
+
+def test_collections_do_not_walk_what_the_start_made():
+    kept: list[object] = [[] for _ in range(1000)]
+    try:
+        _keep_for_good()
+        assert gc.get_freeze_count() > len(kept) and not any(one is kept for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
