@@ -208,6 +208,17 @@ def test_a_request_alone_without_memory_gets_503_with_the_numbers():
     assert llm.close()
 
 
+def test_a_shortage_tells_whole_pages_and_how_to_end_it(caplog):
+    caplog.set_level("INFO", "xllm.engine")
+    with make(memory_wait_seconds=0.2) as llm:
+        llm.engine.set_limit(2 * PAGE - 1)
+        answer = llm.generate([[1] * 90], greedy(4))[0]
+        told = f"and 0 may be mapped in whole pages: limited by limit (limit {2 * PAGE - 1} - KV {PAGE} - state 0)"
+        assert any(told in message for message in caplog.messages), caplog.messages
+    assert "0 may be mapped now in whole pages" in answer.error.message
+    assert "raise the limit (xllm vmm limit, POST /vmm/limit)" in answer.error.message
+
+
 def test_abort_returns_blocks_before_the_next_step():
     with make(enable_prefix_cache=False) as llm:
         for number, prompt in enumerate(prompts(4, 100)):

@@ -22,7 +22,7 @@ def test_the_same_cause_is_told_once_in_a_while_with_the_number_left_out(clock: 
         notices.say("growth", "arena", "limited by %s", "arena")
     clock.now += QUIET_SECONDS
     notices.say("growth", "arena", "limited by %s", "arena")
-    assert caplog.messages == ["limited by arena", "limited by arena (and 999 times like the last since)"]
+    assert caplog.messages == ["limited by arena", "limited by arena (999 more since the last line)"]
 
 
 def test_another_cause_is_told_but_two_that_take_turns_do_not_fill_the_log(clock: Clock, caplog):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from xllm_cli.cache.budget import Headroom
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import LimitedBy, Request
 from xllm_cli.engine.sequence import Sequence
@@ -18,10 +19,15 @@ MORE_ROOM: Mapping[LimitedBy, str] = {
     "arena": "raise --max_memory_utilization",
     "max_memory_utilization": "raise --max_memory_utilization",
     "max_cache_size": "raise --max_cache_size",
-    "limit": "raise the limit",
+    "limit": "raise the limit (xllm vmm limit, POST /vmm/limit)",
     "pool": "raise --max_cache_size or --max_memory_utilization",
     "free_memory": "use a device with more memory (on cpu: raise --host_memory_bytes)",
 }
+
+
+def mappable_bytes(cache: CacheManager, headroom: Headroom) -> int:
+    """What of a headroom is whole pages: less can be a lack although it is more than the blocks that are wanted."""
+    return max(0, headroom.bytes) // cache.page_bytes * cache.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,8 @@ class Admission:
         limit = f"{headroom.limited_by}: {cache.explain_headroom()}"
         return RequestError(
             f"no memory for {seconds:g} s: {self._bytes_for(needed)} bytes of KV cache are needed, "
-            f"{max(0, headroom.bytes)} may be mapped now (limited by {limit})",
+            f"{mappable_bytes(cache, headroom)} may be mapped now in whole pages (limited by {limit}). Retry later, or "
+            f"{MORE_ROOM[headroom.limited_by]}",
             status=503,
             code="kv_memory_unavailable",
             retry_after=retry_after,

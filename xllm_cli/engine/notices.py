@@ -35,6 +35,6 @@ class Notices:
             known.unsaid += 1
             return
         if known is not None and known.unsaid:
-            message, values = message + " (and %d times like the last since)", (*values, known.unsaid)
+            message, values = message + " (%d more since the last line)", (*values, known.unsaid)
         self._topics[topic] = _Topic(cause, now)
         log.log(level, message, *values)
