@@ -50,6 +50,8 @@ def test_a_stop_drains_and_leftover_streams_get_an_error(tmp_path: Path, model: 
             assert short.result().choices[0].text == "x" * 10
             assert (endless.result().error or {})["code"] == "shutting_down"
         assert server.process.wait(5) == 0
+        lines = server.log.read_text().splitlines()
+        assert sum("stopping: 2 requests are open" in line for line in lines) == 1 and "] stopped, " in lines[-1]
         assert list(server.runtime.iterdir()) == []
 
 

@@ -63,7 +63,9 @@ def run(config: Config, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
             _announce(listener, config, has_keys=bool(keys))
             folder = RuntimeFolder()
             stack.callback(folder.remove)
-            return _serve(Parts(config, listener, keys, folder, pid_file), stop, started, engine_command)
+            code = _serve(Parts(config, listener, keys, folder, pid_file), stop, started, engine_command)
+            logger.info("stopped, %.0f s after the start", time.monotonic() - started)
+            return code
     except XllmError as error:
         logs.tell(error, config.service)
         return error.exit_code

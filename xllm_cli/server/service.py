@@ -196,8 +196,7 @@ class Service:
     async def _drain(self, ended: asyncio.Task[int]) -> None:
         """Readiness off; after a moment no new requests; what is still open at the deadline gets an error event."""
         self._notifier.send("STOPPING=1")
-        if self._state.phase == "ready" and self._state.open_requests:
-            logger.info("stopping: %d requests are open", self._state.open_requests)
+        logger.info("stopping: %d requests are open", self._state.open_requests)
         can_serve = self._state.phase == "ready"
         self._state.draining = True
         if can_serve:
