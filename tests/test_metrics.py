@@ -69,6 +69,10 @@ def test_every_series_is_there_from_the_start(state: ServerState) -> None:
     assert set(by(text, "vllm:request_success_total", "finished_reason")) == {"stop", "length", "abort", "error"}
     assert by(text, "http_requests_total", "handler")["/v1/messages"] == 0
     assert not any(name.endswith("_created") for name in found)
+    told = [line.split(" ", 3)[3] for line in text.splitlines() if line.startswith("# HELP xllm:")]
+    assert not [
+        words for words in told if words.startswith("The same") or words in ("Bytes by kind.", "Pages by state.")
+    ]
 
 
 def test_no_series_appears_later(state: ServerState, tmp_path: Path) -> None:

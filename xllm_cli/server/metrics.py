@@ -109,16 +109,25 @@ class _StateCollector(Collector):
         yield self._gauge("xllm:kv_admissible_bytes", "KV bytes that running requests could have now.", whole)
         per_block = sum(int(tensor["bytes_per_block"]) for tensor in memory.tensors)
         per_token = per_block / self._state.settings["kv_cache"]["block_size"]
-        tokens = GaugeMetricFamily("xllm:kv_tokens", "The same in tokens, by state.", labels=["state"])
+        tokens = GaugeMetricFamily(
+            "xllm:kv_tokens",
+            "KV tokens of running requests (used), of idle prefixes (evictable), and that could be had now.",
+            labels=["state"],
+        )
         for state, nbytes in (("used", memory.kv_live), ("evictable", memory.kv_cached), ("available", room)):
             tokens.add_metric([state], nbytes // per_token if per_token else 0)
         yield tokens
 
     def _pages(self, memory: VmmReport) -> Iterator[Metric]:
-        yield _family("xllm:vmm_bytes", "Bytes by kind.", "kind", {kind: getattr(memory, kind) for kind in _BYTE_KINDS})
+        yield _family(
+            "xllm:vmm_bytes",
+            "Bytes by kind, as in GET /vmm; kv_live + kv_cached + kv_idle + kv_spare + weights = mapped.",
+            "kind",
+            {kind: getattr(memory, kind) for kind in _BYTE_KINDS},
+        )
         page = memory.page_bytes or 1
         pages = {state: getattr(memory, state) // page if memory.page_bytes else 0 for state in _PAGE_STATES}
-        yield _family("xllm:vmm_pages", "Pages by state.", "state", pages)
+        yield _family("xllm:vmm_pages", "Pages by state, as in GET /vmm.", "state", pages)
         limits = get_args(LimitedBy)
         budget = {limit: memory.budget[limit] for limit in limits if limit in memory.budget}
         yield _family(
