@@ -38,6 +38,13 @@ def test_it_tells_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str], mo
     assert {"name": "XLLM_FLAG_PORT", "value": "9", "fix": ""} in groups["variables"]
 
 
+def test_a_device_that_is_none_is_refused_with_the_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["env", "--device=tpu"])
+    assert ended.value.code == 2
+    assert "'tpu' is not one of 'npu', 'cuda', 'cpu'" in capsys.readouterr().err
+
+
 def test_it_imports_no_torch() -> None:
     program = (
         "import sys; from xllm_cli.cli import main\n"

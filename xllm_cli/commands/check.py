@@ -13,6 +13,7 @@ import click
 from xllm_cli.commands.client import DEFAULT_URL, Answer, Client, Unreachable, api_key
 
 PROMPT = "Hello"
+_NO_KEY = "401: the server needs an API key: --api_key_file=FILE or XLLM_API_KEY"
 
 
 class Check(NamedTuple):
@@ -88,7 +89,7 @@ class Seen:
         try:
             events = list(self._client.events("/v1/completions", {**self._body(), "stream": True}))
         except ValueError as error:
-            raise Wrong(str(error)) from error
+            raise Wrong(_NO_KEY if str(error).startswith("401:") else str(error)) from error
         if not events or events[-1][1] != "[DONE]":
             raise Wrong(f"the stream of {len(events)} events does not end with [DONE]")
         if any('"error"' in data for _, data in events):
@@ -122,7 +123,7 @@ class Seen:
 
 def _good(answer: Answer) -> Answer:
     if answer.status == 401:
-        raise Wrong("401: the server needs an API key: --api_key_file=FILE or XLLM_API_KEY")
+        raise Wrong(_NO_KEY)
     if answer.status != 200:
         raise Wrong(f"{answer.status}: {_short(answer.body)}")
     return answer

@@ -11,11 +11,11 @@ from xllm_cli.flags import FLAGS
 
 @click.command()
 @click.option(
-    "--device", default="", type=click.Choice(["", *FLAGS["device"].choices[1:]]), metavar="DEVICE",
+    "--device", type=click.Choice(FLAGS["device"].choices[1:]), metavar="DEVICE",
     help="Ask for everything this device needs, and try it: npu, cuda or cpu.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
-def command(device: str, as_json: bool) -> int:
+def command(device: str | None, as_json: bool) -> int:
     """Versions, devices, drivers and limits here, what is missing and how to get it."""
     from xllm_cli.commands import inspection
 
@@ -23,7 +23,7 @@ def command(device: str, as_json: bool) -> int:
         "software": list(inspection.software()),
         "host": list(inspection.host()),
         "limits": list(inspection.limits()),
-        "devices": list(inspection.devices(device)),
+        "devices": list(inspection.devices(device or "")),
         "variables": list(inspection.variables()),
     }
     if device:
