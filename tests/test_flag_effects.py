@@ -50,6 +50,8 @@ ELSEWHERE = {
     "model_id": "test_flags::test_served_name",
     "enable_vmm_kvcache": "test_engine::test_the_bands_of_every_report_add_up",
     "enable_vmm_weights": "test_sleep::test_asleep_it_holds_nothing_but_what_was_set_aside",
+    "auto_wake": "test_sleep_habits::test_a_request_wakes_a_model_that_wakes_by_itself",
+    "sleep_idle_seconds": "test_sleep_habits::test_a_model_that_nobody_asks_goes_to_sleep",
     "vmm_elastic": "test_engine::test_memory_follows_the_load_and_goes_back_within_a_second",
     "vmm_memory_reserve_bytes": "test_engine::test_a_request_alone_without_memory_gets_503_with_the_numbers",
     "memory_wait_seconds": "test_engine::test_a_request_alone_without_memory_gets_503_with_the_numbers",

@@ -25,6 +25,12 @@ class VmmConfig(Section):
         0, "bytes kept free beyond the observed execution peak; more is safer, less holds more KV", low=0,
         high=INT64_MAX, is_bytes=True, common=True,
     )  # fmt: skip
+    auto_wake: bool = flag(
+        False, "a request wakes a sleeping model and waits for it; off answers 503 until POST /wakeup"
+    )
+    sleep_idle_seconds: float = flag(
+        0.0, "sleep (level 1) after so many seconds without requests; 0 never; best with auto_wake", low=0
+    )
     vmm_neighbours_dir: str = flag(
         "", "folder in which the engines of a device meet; containers that share a device mount one, empty is the "
         "machine's own"

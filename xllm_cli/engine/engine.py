@@ -18,7 +18,7 @@ from xllm_cli.engine.notices import Notices
 from xllm_cli.engine.report import Reporter
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.engine.sequence import Sequence
-from xllm_cli.engine.slumber import Bed, Mode, Slumber
+from xllm_cli.engine.slumber import NO_HABITS, Bed, Habits, Mode, Slumber
 from xllm_cli.errors import RequestError
 from xllm_cli.neighbours.peers import PeerCounters
 from xllm_cli.worker.group import Group
@@ -43,6 +43,7 @@ class Engine:
         limits: ServingLimits,
         reporter: Reporter,
         grammars: Grammars,
+        habits: Habits = NO_HABITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -60,7 +61,7 @@ class Engine:
         self._starved_since: float | None = None
         self._has_run = False
         self._notices = Notices(clock)
-        self._slumber = Slumber(cache, group.weights)
+        self._slumber = Slumber(cache, group.weights, habits)
         self._late: list[Output] = []  # of requests that a command ended, for the next step's events
 
     # --- between steps
@@ -70,6 +71,8 @@ class Engine:
         try:
             self._check_state(request.request_id)
             max_tokens = self._admission.check(request)
+            if not self._slumber.is_awake:
+                self.wake()
         except RequestError as error:
             return refusal(request.request_id, error)
         self._arrivals += 1
@@ -110,6 +113,7 @@ class Engine:
 
         With nothing to run it still looks at memory, and gives back what is due: neighbours come and go.
         """
+        self._rest_if_tired()
         ended, self._late = self._late, []
         ended += self._follow_grammars() if self._guided else []
         for _ in range(2):
@@ -181,6 +185,8 @@ class Engine:
         now = self._clock()
         deadline = self._cache.next_deadline(now)
         due = [] if deadline is None else [max(0.0, deadline - now)]
+        tired = self._slumber.seconds_until_tired(now, is_busy=self.has_work)
+        due += [] if tired is None else [tired]
         if self._compiling:
             due.append(COMPILE_POLL_SECONDS)
         if self._is_watching():
@@ -229,6 +235,17 @@ class Engine:
         self._slumber.falling = bed
         if not self._sequences:
             self.fall_asleep()
+
+    def _rest_if_tired(self) -> None:
+        """Go to sleep if nobody has asked anything for long enough."""
+        now = self._clock()
+        if self._slumber.seconds_until_tired(now, is_busy=self.has_work) != 0.0:
+            return
+        try:
+            self.sleep(Bed(1))
+        except RequestError as error:
+            log.warning("idle, and cannot sleep: %s", error.message)
+            self._slumber.stay_up(now)
 
     def fall_asleep(self) -> None:
         """Go through with a sleep that waited for requests, if none is left. RequestError as sleep()."""

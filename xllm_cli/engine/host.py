@@ -27,6 +27,7 @@ from xllm_cli.engine.parts import (
 from xllm_cli.engine.report import MemoryFacts, Reporter
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.engine.sizes import CacheSize, check_capacity, serving_limits, size_cache, step_limits
+from xllm_cli.engine.slumber import Habits
 from xllm_cli.errors import DeviceError, MemoryShortage
 from xllm_cli.facts import resolve_device
 from xllm_cli.flags import Config
@@ -78,6 +79,7 @@ def _build(config: Config, progress: Progress, driver: Driver | None, opened: Ex
         group,
         limits=serving_limits(config, model_config.max_positions, model_config.vocab_size),
         reporter=Reporter(cache, _facts(start, size), group.weights),
+        habits=Habits(config.vmm.auto_wake, config.vmm.sleep_idle_seconds),
         grammars=Grammars(config.model.model, vocab_size=model_config.vocab_size, end_ids=model_config.eos_token_ids),
     )
     progress("warming up")

@@ -33,12 +33,25 @@ class Bed:
         return "parked" if self.park else {1: "light", 2: "deep"}[self.level]
 
 
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What a model does by itself: wake for a request, and sleep after so long without one (0: never)."""
+
+    auto_wake: bool = False
+    idle_seconds: float = 0.0
+
+
+NO_HABITS = Habits()
+
+
 class Slumber:
     """The states of one model's weights as requests meet them. `weights` None: they are ordinary and never sleep."""
 
-    def __init__(self, cache: CacheManager, weights: Weights | None) -> None:
+    def __init__(self, cache: CacheManager, weights: Weights | None, habits: Habits = NO_HABITS) -> None:
         self._cache = cache
         self._weights = weights
+        self._habits = habits
+        self._idle_since: float | None = None  # of the engine's clock; None while requests are open
         self.falling: Bed | None = None  # asleep as soon as nothing runs
 
     @property
@@ -54,11 +67,24 @@ class Slumber:
         return self.state == "awake"
 
     def refusal(self) -> RequestError | None:
-        """Why a request cannot be taken now; None while awake."""
-        if self.is_awake:
+        """Why a request cannot be taken now; None while awake, or if it is the request that wakes it."""
+        if self.is_awake or (self._habits.auto_wake and self.falling is None):
             return None
         text = f"the model is asleep ({self.state}); POST /wakeup wakes it"
         return RequestError(text, status=503, code="model_sleeping", retry_after=RETRY_SECONDS)
+
+    def seconds_until_tired(self, now: float, *, is_busy: bool) -> float | None:
+        """How long until it goes to sleep by itself if no request comes; None if it will not."""
+        if is_busy or not self.is_awake or self._weights is None or not self._habits.idle_seconds:
+            self._idle_since = None
+            return None
+        if self._idle_since is None:
+            self._idle_since = now
+        return max(0.0, self._idle_since + self._habits.idle_seconds - now)
+
+    def stay_up(self, now: float) -> None:
+        """It could not sleep: the next try comes after as long again."""
+        self._idle_since = now
 
     def check_sleep(self, bed: Bed, *, num_requests: int, mode: Mode) -> None:
         """RequestError if it cannot sleep so now: no weights in pages, asleep already, or requests that go on."""
