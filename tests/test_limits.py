@@ -132,7 +132,9 @@ def test_the_command_shows_limits_and_trims(server: Serving) -> None:
     done = xllm("vmm", "trim", "--url", server.url)
     assert "0.0MiB mapped, 0.0MiB physical" in done.stdout, done
     (line,) = xllm("vmm", "show", "--json", "--dir", str(server.log.parent)).stdout.splitlines()
-    assert json.loads(line)["pid"] in [child.pid for child in psutil.Process(server.process.pid).children()]
+    status = json.loads(line)
+    assert status["pid"] in [child.pid for child in psutil.Process(server.process.pid).children()]
+    assert (status["physical"], status["limit"], status["waiting"]) == (0, None, 0)
 
 
 @pytest.mark.parametrize(

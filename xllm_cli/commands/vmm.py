@@ -64,7 +64,7 @@ def show(base: str, as_json: bool) -> None:
     statuses = [status for folder in device_folders(base) for status in read_statuses(folder)]
     if as_json:
         for status in statuses:
-            click.echo(msgspec.json.encode(status).decode())
+            click.echo(msgspec.json.encode(msgspec.structs.asdict(status)).decode())
     elif statuses:
         click.echo(table([COLUMNS, *(_cells(status) for status in statuses)]))
     else:
@@ -75,7 +75,10 @@ def show(base: str, as_json: bool) -> None:
 @click.argument("nbytes", metavar="BYTES", type=Bytes())
 @asks
 def limit(nbytes: int, url: str, api_key_file: Path | None) -> None:
-    """Cap a server's KV cache at BYTES from now on (256MiB, 2G, …); 0 lifts the cap."""
+    """Cap a server's KV cache at BYTES from now on.
+
+    BYTES may have a suffix, as in 256MiB or 2G; 0 lifts the cap.
+    """
     _post(Client(url, api_key(api_key_file), timeout=TIMEOUT_SECONDS), "/vmm/limit", {"bytes": nbytes})
 
 
@@ -83,7 +86,10 @@ def limit(nbytes: int, url: str, api_key_file: Path | None) -> None:
 @click.argument("nbytes", metavar="[BYTES]", type=Bytes(), required=False)
 @asks
 def trim(nbytes: int | None, url: str, api_key_file: Path | None) -> None:
-    """Have a server give back BYTES that no request uses; all of them if left out."""
+    """Have a server give unused BYTES back.
+
+    Idle prefixes and spares go, all of them if BYTES are left out.
+    """
     body = {} if nbytes is None else {"bytes": nbytes}
     _post(Client(url, api_key(api_key_file), timeout=TIMEOUT_SECONDS), "/vmm/trim", body)
 
