@@ -43,6 +43,8 @@ def test_print_config_is_one_json_object_of_typed_values(capsys: pytest.CaptureF
         "enable_vmm_weights": False,
         "vmm_elastic": True,
         "vmm_memory_reserve_bytes": 2**30,
+        "auto_wake": False,
+        "sleep_idle_seconds": 0.0,
         "vmm_neighbours_dir": "",
     }
     assert printed["service"]["port"] == 9000 and printed["kv_cache"]["max_memory_utilization"] == 0.0
@@ -134,7 +136,8 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_command_is_listed_and_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    files = {path.stem for path in COMMANDS_FOLDER.glob("*.py") if "\ndef command(" in path.read_text()}
+    command = re.compile(r"^def command\(| as command$", re.MULTILINE)
+    files = {path.stem for path in COMMANDS_FOLDER.glob("*.py") if command.search(path.read_text())}
     assert {*files, "serve"} == set(COMMANDS)
     listed = Ran(capsys, "--help").out
     for name in COMMANDS:

@@ -145,6 +145,8 @@ def test_candidates(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
         return answers(capsys, monkeypatch, line)
 
     assert ask("xllm completion ") == ["bash", "zsh", "fish"]
+    assert {"serve", "vmm"} <= set(ask("xllm bench "))
+    assert "--quick" in ask("xllm bench vmm --")
     assert ask("xllm --enable-vmm-kv") == ["--enable-vmm-kvcache="]
     assert ask("A=1 /opt/bin/xllm serve --novmm_el") == ["--novmm_elastic"]
     assert ask("xllm serve ") == ask("xllm serve --config_json_file=x --model ") == ["a folder/"]

@@ -24,7 +24,7 @@ from xllm_cli.errors import XllmError
 # Each is a file in commands/; its line is here so that the list of them needs none of the files.
 COMMANDS = MappingProxyType(
     {
-        "bench": "Measure a running server, or three that differ in their cache.",
+        "bench": "Measure servers, their pages, and neighbours on one device.",
         "check": "Ask a running server everything once.",
         "completion": "A script that completes commands and flags in bash, zsh or fish.",
         "env": "Versions, devices and limits here, and what is missing.",
