@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from xllm_cli.bench.rows import Row, as_json, line
 from xllm_cli.bench.serve import main
-from xllm_cli.bench.vmm import as_json, line, measure
-from xllm_cli.bench.vmm_cases import CASES, Row
+from xllm_cli.bench.vmm import measure
+from xllm_cli.bench.vmm_cases import CASES
 from xllm_cli.errors import ConfigError
 
 

@@ -20,8 +20,10 @@ from urllib.parse import urlsplit
 
 import click
 
-from xllm_cli.bench import neighbours
+from xllm_cli.bench import neighbours, sleep
 from xllm_cli.bench.load import Address, LoadResult, Workload, run_load
+from xllm_cli.bench.rows import HEADING, line
+from xllm_cli.bench.rows import as_json as rows_as_json
 from xllm_cli.bench.servers import Server, counters, memory
 from xllm_cli.errors import ConfigError
 from xllm_cli.fetch import fetch
@@ -55,6 +57,7 @@ def group() -> None:
 
 
 group.add_command(neighbours.command)
+group.add_command(sleep.command)
 
 
 @group.command("serve", context_settings={"ignore_unknown_options": True})
@@ -94,8 +97,8 @@ def serve(  # noqa: PLR0913  click passes one argument per option
         runs = measure(addresses, workloads, repeats=repeats)
     if starts:
         click.echo("ready after  " + "  ".join(f"{name} {seconds:.1f} s" for name, seconds in starts.items()))
-    for line in table(runs, baseline=BASELINE):
-        click.echo(line)
+    for text in table(runs, baseline=BASELINE):
+        click.echo(text)
     if json_file:
         json_file.write_text(json.dumps(as_json(runs, starts), indent=1) + "\n", encoding="utf-8")
 
@@ -106,8 +109,6 @@ def serve(  # noqa: PLR0913  click passes one argument per option
 @click.argument("cases", nargs=-1)
 def vmm(*, quick: bool, as_json_text: bool, cases: tuple[str, ...]) -> None:
     """Pages, blocks and limits of the virtual KV cache against the floors of this machine. CASES: only these."""
-    from xllm_cli.bench.vmm import HEADING, line
-    from xllm_cli.bench.vmm import as_json as rows_as_json
     from xllm_cli.bench.vmm import measure as measure_vmm
 
     rows = []

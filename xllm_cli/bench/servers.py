@@ -66,6 +66,11 @@ class Server:
         self.start_seconds = time.perf_counter() - begin
         return self
 
+    @property
+    def pid(self) -> int:
+        """The process that serves."""
+        return self._process.pid
+
     def __exit__(self, *_: object) -> None:
         self._stop()
 
@@ -115,14 +120,14 @@ def memory(address: Address) -> dict[str, Any]:
     return answer
 
 
-def order(address: Address, path: str, body: dict[str, int]) -> dict[str, Any]:
-    """POST of an admin route, such as /vmm/limit."""
-    answer: dict[str, Any] = json.loads(_get(address, path, json.dumps(body).encode()))
+def order(address: Address, path: str, body: dict[str, Any], seconds: float = QUERY_SECONDS) -> dict[str, Any]:
+    """POST, such as an admin route's /vmm/limit; at most so many seconds."""
+    answer: dict[str, Any] = json.loads(_get(address, path, json.dumps(body).encode(), seconds))
     return answer
 
 
-def _get(address: Address, path: str, body: bytes | None = None) -> bytes:
-    with urllib.request.urlopen(f"http://{address.authority}{path}", body, timeout=QUERY_SECONDS) as answer:
+def _get(address: Address, path: str, body: bytes | None = None, seconds: float = QUERY_SECONDS) -> bytes:
+    with urllib.request.urlopen(f"http://{address.authority}{path}", body, timeout=seconds) as answer:
         content: bytes = answer.read()
     return content
 

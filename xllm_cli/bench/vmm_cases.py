@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import NamedTuple
 
 from xllm_cli.bench.churn import measure_churn
+from xllm_cli.bench.rows import Row
 from xllm_cli.bench.vmm_rig import BLOCK_SIZE, BarePages, Rig, p50, rig
 from xllm_cli.cache.blocks import BlockTable
 from xllm_cli.engine.report import MemoryFacts, Reporter
@@ -18,21 +18,6 @@ from xllm_cli.engine.scheduler import Scheduler, StepLimits
 
 WIDTH = 360 << 10
 """Bytes of 16 tokens of a model of 135 million parameters in bfloat16."""
-
-
-class Row(NamedTuple):
-    """One number. `floor` is what the same work costs without us, in the same unit; None where there is none.
-
-    `bar` is the most it should be (project's goals), None without one.
-    """
-
-    case: str
-    name: str
-    value: float
-    unit: str
-    floor: float | None = None
-    floor_is: str = ""
-    bar: float | None = None
 
 
 Case = Callable[[bool], Iterator[Row]]
