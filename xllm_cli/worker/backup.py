@@ -59,9 +59,10 @@ class Backup:
             data, offset = data[read:], offset + read
 
     def close(self) -> None:
-        """Give the disk back."""
+        """Give the disk back, soon: with the last descriptor the kernel lets all its pages and blocks go, which takes
+        longer than a sleep should."""
         if self._fd >= 0:
-            os.close(self._fd)
+            threading.Thread(target=os.close, args=(self._fd,), name="backup", daemon=True).start()
             self._fd = -1
 
 
