@@ -15,6 +15,7 @@ from xllm_cli.core import SamplingParams
 CYCLES = 10_000
 KINDS = {
     "elastic": {"enable_vmm_kvcache": True, "vmm_elastic": True},
+    "fixed": {"enable_vmm_kvcache": True, "vmm_elastic": False},
     "physical": {"enable_vmm_kvcache": False},
 }
 
@@ -24,12 +25,12 @@ def test_hits_are_equal_with_pages_and_without(width: int) -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)
     hits = []
-    for physical in (False, True):
-        churn = Churn(width, 8192, seed=seed, physical=physical)
+    for kind in ({}, {"fixed": True}, {"physical": True}):
+        churn = Churn(width, 8192, seed=seed, **kind)
         churn.run(150)
         churn.drain()
         hits.append((churn.queried, churn.hit))
-    assert hits[0] == hits[1] and hits[0][1] > 0
+    assert hits[0] == hits[1] == hits[2] and hits[0][1] > 0
 
 
 def test_ten_thousand_needles_through_a_cache_turned_over_give_no_wrong_hit() -> None:
@@ -75,14 +76,16 @@ def test_real_kv_of_needles_answers_as_if_nothing_had_been_cached() -> None:
         prompts.append(prompt)
     wanted = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     small = {"dtype": "float32", "block_size": 16, "phy_page_granularity_size": 64 << 10, "max_cache_size": 1 << 20}
-    answers = []
+    answers, counters = [], []
     for flags in (
         {**KINDS["elastic"], **small},
+        {**KINDS["fixed"], **small},
         {**KINDS["physical"], "dtype": "float32", "enable_prefix_cache": False},
     ):
         with LLM(tiny_checkpoint("llama"), **flags) as llm:
             answers.append([llm.generate([prompt], wanted)[0].token_ids for prompt in prompts])
             if flags.get("enable_prefix_cache", True):
-                counters = llm.engine.snapshot().counters
-    assert answers[0] == answers[1]
-    assert counters.prefix_cache_hits > 60 * 16 and counters.evicted_blocks > 0, counters
+                counters.append(llm.engine.snapshot().counters)
+    assert answers[0] == answers[1] == answers[2]
+    elastic, fixed = counters
+    assert elastic.prefix_cache_hits == fixed.prefix_cache_hits > 60 * 16 and elastic.evicted_blocks > 0, counters

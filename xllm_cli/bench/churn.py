@@ -44,20 +44,20 @@ class Running:
 
 
 class Churn:
-    """One trace over one cache of `pages` pages; `physical` has as many bytes without pages."""
+    """One trace over one cache of `pages` pages: elastic, of a `fixed` pool, or `physical` with as many bytes."""
 
-    def __init__(self, width: int, pages: int, *, seed: int = 3, physical: bool = False) -> None:
+    def __init__(self, width: int, pages: int, *, seed: int = 3, physical: bool = False, fixed: bool = False) -> None:
         self.now = 0.0
         self.width = width
         self.cache = CacheManager(
             CacheSpec(BLOCK_SIZE, (TensorSpec("kv", width),)),
-            limits=Limits(arena_bytes=pages * PAGE, host=False),
+            limits=Limits(arena_bytes=pages * PAGE, host=False, elastic=not fixed, pool_bytes=pages * PAGE),
             page_bytes=None if physical else PAGE,
             prefix_seed=1024,
             spare_pages=32,
             options=CacheOptions(clock=lambda: self.now),
         )
-        self.cache.observe(Observation(total=1 << 44, free=1 << 44))
+        self.cache.observe(Observation(total=1 << 44, free=1 << 44, free_handles=pages * PAGE if fixed else 0))
         self.queried = self.hit = self.copied = 0
         self._rng = random.Random(seed)
         self._running: list[Running] = []
