@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -117,5 +118,18 @@ def test_pages_kept_after_a_reading_that_failed_are_given_back_by_the_next_wake(
     with pytest.raises(WeightsError):
         model.weights.wake()
     model.reload = read
+    assert model.weights.wake() == ""
+    model.check()
+
+
+def test_a_user_without_a_home_has_no_copy_and_wakes_from_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for variable in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    model = Model(with_copy=True)
+    model.weights.sleep(1)
     assert model.weights.wake() == ""
     model.check()

@@ -86,4 +86,8 @@ def _nameless(folder: Path) -> int:
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xllm" / "weights"
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # containers give users without an entry anywhere
+        raise OSError("this user has no home folder; set XDG_CACHE_HOME") from error
+    return base / "xllm" / "weights"
