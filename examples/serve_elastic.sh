@@ -24,12 +24,18 @@ done
 
 memory() {
     printf '%s: ' "$1"
-    curl -sf "$url/vmm" | grep -oE '"(mapped|physical|kv_live|kv_cached)": ?[0-9]+' | tr '\n' ' '
+    curl -sf "$url/vmm" | grep -oE '"(mapped|physical|kv_live|kv_cached)": ?[0-9]+' | head -n 4 | tr '\n' ' '
     echo
 }
 
+sleep 1.5 # spare pages leave within a second
 memory before
 curl -sf "$url/v1/completions" -H 'Content-Type: application/json' \
-    -d '{"model": "example", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}'
+    -d '{"model": "example", "prompt": "The capital of France is", "max_tokens": 64, "temperature": 0}' &
+request=$!
+sleep 0.3
+memory during
+wait "$request"
 echo
+sleep 1.5
 memory after

@@ -134,8 +134,9 @@ def test_serve_elastic(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     script = (str(EXAMPLES / "serve_elastic.sh"), str(tiny_checkpoint("llama")))
     output = run(tmp_path, *script, PORT=str(port), MAX_CACHE_SIZE="16MiB")
-    before, after = (re.search(rf'{when}: .*"mapped": ?(\d+)', output) for when in ("before", "after"))
-    assert before and after and int(after[1]) >= int(before[1])
+    before, during, after = re.findall(r'(?:before|during|after): .*"mapped": ?(\d+)', output)
+    assert int(before) == int(after) == 0 < int(during)
+    assert output.count('"physical"') == 3
     assert '"finish_reason"' in output
 
 
