@@ -39,11 +39,11 @@ class Account:
         return self._usage
 
     def observe(self, observations: tuple[Observation, ...]) -> None:
-        """What every rank saw, after all that was acknowledged so far."""
+        """What every rank saw, after all that was acknowledged so far. The sum is worked out here, once a step, and not
+        by whoever takes or gives back a block first."""
         self._observations = observations
-        self._headroom = None
-        if self._usage.created:
-            self._use(created=0)
+        self._use(created=0)
+        self.headroom()
 
     def moved(self, *, kv_mapped: int, created: int) -> None:
         """KV pages are mapped in all, of which `created` bytes more than before (or fewer: that is not counted on)."""
