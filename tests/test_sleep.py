@@ -117,6 +117,7 @@ def test_open_requests_are_waited_for_or_ended_if_that_is_asked() -> None:
         assert code_of(lambda: llm.engine.sleep(Bed(1))) == (409, "model_busy")
         llm.engine.sleep(Bed(1), "wait")
         assert llm.engine.model_state == "falling asleep"
+        assert code_of(llm.engine.wake) == (409, "falling_asleep")
         outputs = [output for _ in range(12) for output in llm.engine.step().outputs]
         llm.engine.fall_asleep()
         assert outputs[-1].finish == "length" and llm.engine.model_state == "light"

@@ -114,8 +114,12 @@ class Slumber:
             self._tell_cache(weights)
 
     def wake(self) -> None:
-        """Bring the weights back. RequestError 409 if it is awake, 503 with the numbers if there is no memory."""
+        """Bring the weights back. RequestError 409 if it is awake or about to sleep, 503 with the numbers if there is no
+        memory."""
         weights = self._need_weights()
+        if self.falling is not None:
+            text = "the model is falling asleep: once its open requests have ended it can be woken"
+            raise RequestError(text, status=409, code="falling_asleep", retry_after=RETRY_SECONDS)
         if weights.state == "awake":
             raise RequestError("the model is already awake", status=409, code="already_awake")
         try:
