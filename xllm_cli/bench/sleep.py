@@ -77,11 +77,15 @@ class Trial:
 
     def run(self, cycles: int) -> Iterator[Row]:
         """The rows, level by level; then what is left of it all."""
-        self._cycle("light")
+        first = self._cycle("light")
         before = held_bytes(self._server.pid)
         for name in BEDS:
             times = max(2, cycles // DEEP_PART) if name == "deep" else cycles
-            yield from self._rows(name, copy_milliseconds(self._weights), [self._cycle(name) for _ in range(times)])
+            done = [self._cycle(name) for _ in range(times)]
+            yield from self._rows(name, copy_milliseconds(self._weights), done)
+            if name == "light":
+                steady = statistics.median(cycle.sleep for cycle in done)
+                yield Row(name, "the server's first sleep over a later one", first.sleep / steady, "", bar=FIRST_SHARE)
         text = self._answer()
         order(self._server.address, "/vmm/trim", {})
         yield Row("all", "growth over all cycles", held_bytes(self._server.pid) - before, "B", bar=GROWTH_BYTES)
@@ -89,12 +93,11 @@ class Trial:
             raise XllmError("the model answers otherwise than before it slept")
 
     def _rows(self, name: str, copy: float, cycles: list[Cycle]) -> Iterator[Row]:
-        steady = statistics.median(cycle.sleep for cycle in cycles[1:])
+        sleep = statistics.median(cycle.sleep for cycle in cycles)
         wake = statistics.median(cycle.wake for cycle in cycles)
         size = f"{self._weights / MIB:.0f} MiB"
         bar = {"light": copy / MEMCPY_SHARE, "parked": PARKED_MS_PER_GIB * self._weights / 2**30}.get(name)
-        yield Row(name, f"sleep, {size}", steady, "ms")
-        yield Row(name, "the first sleep over a later one", cycles[0].sleep / steady, "", bar=FIRST_SHARE)
+        yield Row(name, f"sleep, {size}", sleep, "ms")
         yield Row(name, f"wake-up, {size}, median", wake, "ms", copy, "memcpy", bar)
         yield Row(name, f"wake-up, {size}, best", min(cycle.wake for cycle in cycles), "ms", copy, "memcpy", bar)
         yield Row(name, "wake-up", self._weights / wake / 1e6, "GB/s")
