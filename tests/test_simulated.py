@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 
 import pytest
 from simulated import BLOCK_BYTES, MIB, PAGE, Accelerator
@@ -216,6 +217,23 @@ def test_a_step_that_never_fits_ends_with_the_numbers_and_others_go_on(monkeypat
         accelerator.script([0])
         assert len(llm.generate(prompts(2, 50), greedy(4))[1].token_ids) == 4
         llm.engine.check()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_token_that_never_fits_ends_its_request_though_those_before_it_run_each_time(monkeypatch, cached: bool):
+    accelerator = Accelerator(TOTAL)
+    with accelerator.serve(monkeypatch, memory_wait_seconds=0.3, enable_prefix_cache=cached) as llm:
+
+        def spikes() -> Iterator[int]:
+            while True:
+                row = llm.engine._scheduler._draft.entries[0].row
+                yield TOTAL if row.start + len(row.token_ids) > 60 else 0
+
+        accelerator.script(spikes())
+        submit(llm, prompts(1, 100)[0], 2)
+        (output,) = llm.engine.drain(time.monotonic() + 20)
+        assert output.error is not None and output.error.code == "execution_memory_unavailable"
+        assert llm.generate(prompts(1, 40), greedy(4))[0].error is None
 
 
 def test_an_error_that_is_not_about_memory_still_ends_the_step(monkeypatch):

@@ -354,7 +354,10 @@ class Engine:
         now, head = self._clock(), scheduler.waiting[0]
         if self._starved_since is None:
             self._starved_since = now
-        if now - max(self._starved_since, head.queued_at) < self._limits.memory_wait_seconds:
+        since = max(self._starved_since, head.queued_at)
+        if head.stuck_since is not None:  # it runs up to the same token, again and again
+            since = min(since, head.stuck_since)
+        if now - since < self._limits.memory_wait_seconds:
             return []
         self.abort(head.request.request_id)
         return [refusal(head.request.request_id, self._admission.shortage(head, self._scheduler.pace.shortage))]

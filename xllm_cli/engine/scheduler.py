@@ -253,6 +253,8 @@ class Scheduler:
         by a smaller step, and the youngest gives its memory up: to the others, or to its own next try."""
         self._cache.acknowledge(plan.delta, result.stuck)
         num_tokens = sum(len(row.token_ids) for row in plan.rows)
+        if num_tokens <= 1:
+            self._draft.entries[0].sequence.stuck(plan.rows[0].start, self._draft.now)
         self._take_back()
         self.pace.failed(num_tokens, result.exhausted, self._draft.now)
         self.totals.exhausted_steps += 1
@@ -284,7 +286,7 @@ class Scheduler:
         outputs: list[Output] = []
         for entry in self._draft.entries:
             self._count(entry)
-            entry.sequence.computed += len(entry.row.token_ids)
+            entry.sequence.ran(len(entry.row.token_ids))
             scores = next(scored) if entry.row.scoring is not None else []
             finish = entry.sequence.score(scores)
             output: Output | None = None

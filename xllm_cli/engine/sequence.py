@@ -29,7 +29,8 @@ class Sequence:
 
     A running sequence whose `computed == len(tokens) - 1` decodes; otherwise it prefills. After a preemption
     `computed` is 0 again and the generated tokens are prefilled like a prompt. The log probabilities of the prompt's
-    first `scored` tokens, if asked for, have been told; the very first has none.
+    first `scored` tokens, if asked for, have been told; the very first has none. `stuck_since` is when the token at
+    `stuck_at` first failed, alone in its step, for want of memory to compute in; None once it ran.
     """
 
     number: int
@@ -46,6 +47,8 @@ class Sequence:
     queued_at: float = 0.0
     admitted_at: float | None = None
     rank: int = 0
+    stuck_since: float | None = None
+    stuck_at: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
@@ -103,6 +106,17 @@ class Sequence:
         if not targets:
             return None  # a recomputation that has not come so far
         return PromptScoring(self.scored - 1 - self.computed, targets, self.request.sampling.prompt_logprobs or 0)
+
+    def ran(self, count: int) -> None:
+        """The KV of the next `count` tokens is written."""
+        self.computed += count
+        if self.stuck_since is not None and self.computed > self.stuck_at:
+            self.stuck_since = None
+
+    def stuck(self, position: int, now: float) -> None:
+        """The token at `position` did not run though nothing else did."""
+        if self.stuck_since is None or position > self.stuck_at:
+            self.stuck_since, self.stuck_at = now, position
 
     def admitted(self) -> None:
         """It runs from here on."""
