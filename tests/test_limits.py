@@ -56,6 +56,8 @@ def test_a_lower_limit_takes_cached_blocks_of_an_idle_server(server: Serving) ->
     assert answer["limit"] == 8 * MIB >= answer["mapped"]
     assert answer["freed"] >= 20 * MIB
     assert server.memfd_bytes() <= 8 * MIB
+    line = f"KV cache by order: {answer['freed']} bytes given back, {answer['mapped']} mapped, limit {8 * MIB}"
+    assert line in server.log.read_text()
     assert server.http.post("/vmm/limit", json={"bytes": 0}).json()["limit"] is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Annotated
@@ -17,6 +18,7 @@ from xllm_cli.server.failures import json_response
 from xllm_cli.server.parsing import body_schema, parse
 from xllm_cli.server.state import ServerState
 
+logger = logging.getLogger(__name__)
 COMMAND_SECONDS = 30.0  # an engine between two steps answers in milliseconds; a long prefill is a long step
 ADMIN_BODY_BYTES = 1 << 16
 
@@ -64,6 +66,8 @@ async def _carry_out(state: ServerState, command: Command) -> Response:
     state.serving()
     done = await state.client.command(command, COMMAND_SECONDS)
     memory = done.snapshot.memory
+    limit = "none" if memory.limit is None else memory.limit
+    logger.info("KV cache by order: %d bytes given back, %d mapped, limit %s", done.freed, memory.mapped, limit)
     return json_response(
         {
             "freed": done.freed,
