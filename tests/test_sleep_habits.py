@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_sleep import GREEDY, answers, open_llm, submit
+from test_sleep import GREEDY, answers, code_of, open_llm, submit
 
 from xllm_cli.engine.slumber import Bed
 from xllm_cli.vmm.driver import FaultyDriver, open_driver
@@ -65,3 +65,15 @@ def test_while_requests_are_open_nobody_is_tired() -> None:
         llm.engine.abort("open")
         llm.idle()
         assert llm.engine.model_state == "awake" and llm.engine.seconds_until_due() <= 30
+
+
+def test_for_a_second_neighbours_are_asked_for_what_a_wake_up_lacked() -> None:
+    driver = FaultyDriver(open_driver("cpu", page_bytes=4096))
+    with open_llm("elastic", driver=driver, phy_page_granularity_size=4096, vmm_memory_reserve_bytes=1 << 50) as llm:
+        now = [100.0]
+        llm.engine._clock = lambda: now[0]
+        llm.engine.sleep(Bed(1))
+        assert code_of(llm.engine.wake) == (503, "weights_memory_unavailable")
+        assert llm.engine.short_bytes > 1 << 49
+        now[0] += 1
+        assert llm.engine.short_bytes == 0 and llm.engine.model_state == "light"

@@ -255,7 +255,7 @@ class Engine:
 
     def wake(self) -> None:
         """Bring the weights back. RequestError if it cannot be; the model sleeps on then."""
-        self._slumber.wake()
+        self._slumber.wake(self._clock())
         self.look()
 
     def _leave_pages(self) -> None:
@@ -278,10 +278,10 @@ class Engine:
 
     @property
     def short_bytes(self) -> int:
-        """What the last plan lacked of the device's free memory; 0 if it lacked nothing that others hold."""
+        """What the last plan, or a wake-up, lacked of the device's free memory; 0 if nothing that others hold."""
         short = self._scheduler.short_bytes
         if not short:
-            return 0
+            return self._slumber.missing_bytes(self._clock())
         room, seen = self._cache.headroom(), self._cache.observations[0]
         if room.limited_by != "free_memory" or seen.total - seen.free <= seen.owned:
             return 0

@@ -52,6 +52,7 @@ class Slumber:
         self._weights = weights
         self._habits = habits
         self._idle_since: float | None = None  # of the engine's clock; None while requests are open
+        self._missing, self._missing_until = 0, 0.0
         self.falling: Bed | None = None  # asleep as soon as nothing runs
 
     @property
@@ -113,9 +114,9 @@ class Slumber:
         finally:
             self._tell_cache(weights)
 
-    def wake(self) -> None:
-        """Bring the weights back. RequestError 409 if it is awake or about to sleep, 503 with the numbers if there is no
-        memory."""
+    def wake(self, now: float) -> None:
+        """Bring the weights back. RequestError 409 if it is awake or about to sleep, 503 with the numbers if there is
+        no memory: neighbours may be asked for it during the next second."""
         weights = self._need_weights()
         if self.falling is not None:
             text = "the model is falling asleep: once its open requests have ended it can be woken"
@@ -130,8 +131,15 @@ class Slumber:
         finally:
             self._tell_cache(weights)
         if short:
+            seen = self._cache.observations[0]
+            self._missing = max(0, weights.nbytes + self._cache.keep_free() - seen.free)
+            self._missing_until = now + RETRY_SECONDS
             text = f"no memory for {weights.nbytes} bytes of weights: {short}"
             raise RequestError(text, status=503, code="weights_memory_unavailable", retry_after=RETRY_SECONDS)
+
+    def missing_bytes(self, now: float) -> int:
+        """What a wake-up of a moment ago lacked of the device's free memory."""
+        return self._missing if self._cache.limits.elastic and now < self._missing_until else 0
 
     def give_up_parked(self) -> int:
         """Somebody needs memory: what is only set aside goes back to the device. Returns its bytes."""
