@@ -125,6 +125,7 @@ def xllm(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_shows_limits_and_trims(server: Serving) -> None:
+    server.http.post("/vmm/trim", json={})
     fill(server, 20 * MIB, 70)
     shown = xllm("vmm", "show", "--dir", str(server.log.parent))
     assert "wide0" in shown.stdout and "20.0MiB" in shown.stdout, shown
