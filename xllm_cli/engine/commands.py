@@ -9,7 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from xllm_cli.core import Command, Done, ErrorInfo, SetLimit, Sleep, Snapshot, Trim, Wake
+from xllm_cli.core import Command, Done, SetLimit, Sleep, Snapshot, Trim, Wake
+from xllm_cli.engine.sequence import error_info
 from xllm_cli.engine.slumber import Bed
 from xllm_cli.errors import RequestError
 
@@ -85,7 +86,5 @@ class Commands:
             taken=max(0, -change),
             before=opened.before,
             after=self._engine.model_state,
-            error=None
-            if error is None
-            else ErrorInfo(error.message, error.status, error.code, error.param, error.retry_after),
+            error=None if error is None else error_info(error),
         )

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 
 from xllm_cli.cache.manager import CacheManager
-from xllm_cli.core import ErrorInfo, Output, Request, Snapshot, StepEvents, StepPlan, StepResult
+from xllm_cli.core import Output, Request, Snapshot, StepEvents, StepPlan, StepResult
 from xllm_cli.engine.admission import Admission, ServingLimits, mappable_bytes
-from xllm_cli.engine.grammar import Grammars, wait_for
+from xllm_cli.engine.grammar import Grammars
+from xllm_cli.engine.guided import Guided
 from xllm_cli.engine.notices import Notices
 from xllm_cli.engine.report import Reporter
 from xllm_cli.engine.scheduler import Scheduler
-from xllm_cli.engine.sequence import Sequence
+from xllm_cli.engine.sequence import Sequence, refusal
 from xllm_cli.engine.slumber import NO_HABITS, Bed, Habits, Mode, Slumber
 from xllm_cli.errors import RequestError
 from xllm_cli.neighbours.peers import PeerCounters
@@ -26,7 +27,6 @@ from xllm_cli.worker.sampler import philox
 
 log = logging.getLogger(__name__)
 
-GRAMMAR_SECONDS = 0.005  # the most a step waits for grammars; those that think for longer miss it
 COMPILE_POLL_SECONDS = 0.005
 MEMORY_POLL_SECONDS = 0.05  # while a request waits for memory, look again this often (DESIGN.md §8)
 
@@ -53,10 +53,8 @@ class Engine:
         self._reporter = reporter
         self._clock = clock
         self._admission = Admission(cache, limits)
-        self._grammars = grammars
         self._sequences: dict[str, Sequence] = {}
-        self._guided: dict[str, Sequence] = {}  # those with a grammar
-        self._compiling: set[str] = set()  # of these, those not scheduled yet
+        self._guided = Guided(grammars, scheduler.add)
         self._arrivals = 0
         self._starved_since: float | None = None
         self._has_run = False
@@ -88,9 +86,7 @@ class Engine:
         if request.sampling.grammar is None:
             self._scheduler.add(sequence)
         else:
-            sequence.guide = self._grammars.start(request.sampling.grammar)
-            self._guided[request.request_id] = sequence
-            self._compiling.add(request.request_id)
+            self._guided.add(sequence)
         return None
 
     def abort(self, request_id: str) -> None:
@@ -98,7 +94,7 @@ class Engine:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._scheduler.remove(sequence)
-            self._forget_guide(request_id)
+            self._guided.forget(request_id)
 
     def abort_all(self, error: RequestError) -> list[Output]:
         """Forget every request; the last output of each, for whoever still listens."""
@@ -115,7 +111,7 @@ class Engine:
         """
         self._rest_if_tired()
         ended, self._late = self._late, []
-        ended += self._follow_grammars() if self._guided else []
+        ended += self._follow_grammars()
         for _ in range(2):
             plan = self._scheduler.plan(self._clock())
             result = self._execute(plan)
@@ -157,21 +153,7 @@ class Engine:
             raise
 
     def _follow_grammars(self) -> list[Output]:
-        """Schedule what has compiled, end what its grammar ends. What still thinks is left out of this step."""
-        guides = {request_id: sequence.guide for request_id, sequence in self._guided.items() if sequence.guide}
-        wait_for((guide for request_id, guide in guides.items() if request_id not in self._compiling), GRAMMAR_SECONDS)
-        outputs: list[Output] = []
-        for request_id, guide in guides.items():
-            if not guide.settle():
-                continue
-            sequence = self._sequences[request_id]
-            if guide.error is not None:
-                outputs.append(refusal(request_id, guide.error))
-            elif guide.is_complete:
-                outputs.append(sequence.output([], "stop"))
-            elif request_id in self._compiling:
-                self._compiling.remove(request_id)
-                self._scheduler.add(sequence)
+        outputs = self._guided.follow() if self._guided else []
         for output in outputs:
             self.abort(output.request_id)
         return outputs
@@ -187,7 +169,7 @@ class Engine:
         due = [] if deadline is None else [max(0.0, deadline - now)]
         tired = self._slumber.seconds_until_tired(now, is_busy=self.has_work)
         due += [] if tired is None else [tired]
-        if self._compiling:
+        if self._guided.is_compiling:
             due.append(COMPILE_POLL_SECONDS)
         if self._is_watching():
             due.append(MEMORY_POLL_SECONDS)
@@ -307,7 +289,7 @@ class Engine:
 
     def close(self) -> bool:
         """End the ranks; False if a page or a view leaked."""
-        self._grammars.close()
+        self._guided.close()
         return self._group.close()
 
     # --- one request
@@ -330,11 +312,7 @@ class Engine:
         for output in outputs:
             if output.finish is not None:
                 del self._sequences[output.request_id]
-                self._forget_guide(output.request_id)
-
-    def _forget_guide(self, request_id: str) -> None:
-        if self._guided.pop(request_id, None) is not None:
-            self._compiling.discard(request_id)
+                self._guided.forget(output.request_id)
 
     def _is_watching(self) -> bool:
         """Without rows or page changes a step may still help: a request waits for memory, which may have come, or
@@ -361,9 +339,3 @@ class Engine:
             return []
         self.abort(head.request.request_id)
         return [refusal(head.request.request_id, self._admission.shortage(head, self._scheduler.pace.shortage))]
-
-
-def refusal(request_id: str, error: RequestError) -> Output:
-    """A request's last output when it ends with an error."""
-    info = ErrorInfo(error.message, error.status, error.code, error.param, error.retry_after)
-    return Output(request_id=request_id, finish="error", error=info)

@@ -21,6 +21,7 @@ from xllm_cli.core import (
     TokenLogprob,
 )
 from xllm_cli.engine.grammar import Guide
+from xllm_cli.errors import RequestError
 
 
 @dataclass(slots=True, eq=False)
@@ -206,3 +207,13 @@ class Sequence:
             output_tokens=self.num_generated,
             prefill_seconds=time.monotonic() - self.admitted_at if is_first and self.admitted_at else None,
         )
+
+
+def error_info(error: RequestError) -> ErrorInfo:
+    """An error as it crosses to the server."""
+    return ErrorInfo(error.message, error.status, error.code, error.param, error.retry_after)
+
+
+def refusal(request_id: str, error: RequestError) -> Output:
+    """A request's last output when it ends with an error."""
+    return Output(request_id=request_id, finish="error", error=error_info(error))
