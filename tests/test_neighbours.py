@@ -210,6 +210,17 @@ def test_nobody_is_asked_for_more_than_is_idle_there(join: Callable[[str], Neigh
     assert asked == [3 * MIB, 5 * MIB, 1 * MIB], "who has rested longest is asked first, who works last"
 
 
+def test_only_who_rests_is_asked_to_forget_for_the_sake_of_a_cache(
+    join: Callable[[str], Neighbours], clock: Clock
+) -> None:
+    poor, other = join("poor"), join("other")
+    show(other, cached=10 * MIB, running=1)
+    show(other, cached=10 * MIB)
+    assert poor.ask(MIB, only_resting=True) == 0
+    clock.now += peers.RESTING_SECONDS
+    assert poor.ask(MIB, only_resting=True) == MIB
+
+
 def test_an_engine_that_cannot_give_is_not_asked(join: Callable[[str], Neighbours]) -> None:
     poor, fixed = join("poor"), join("fixed")
     fixed.publish(state(cached=10 * MIB), is_giving=False, short=0)

@@ -264,10 +264,15 @@ class Engine:
         short = self._scheduler.short_bytes
         if not short:
             return self._slumber.missing_bytes(self._clock())
-        room, seen = self._cache.headroom(), self._cache.observations[0]
-        if room.limited_by != "free_memory" or seen.total - seen.free <= seen.owned:
+        if not self.lacks_free_memory:
             return 0
-        return max(self._cache.page_bytes, short - room.bytes)
+        return max(self._cache.page_bytes, short - self._cache.headroom().bytes)
+
+    @property
+    def lacks_free_memory(self) -> bool:
+        """What limits growth is the device's free memory, and others hold some of it."""
+        seen = self._cache.observations[0]
+        return self._cache.headroom().limited_by == "free_memory" and seen.total - seen.free > seen.owned
 
     def start_counting(self) -> None:
         """The engine is ready: forget what the start-up cached and counted."""

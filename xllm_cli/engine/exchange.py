@@ -22,6 +22,7 @@ class Exchange:
         self._neighbours = neighbours
         self._questions: list[Question] = []
         self._physical = 0
+        self._evicted = 0
         engine.report_neighbours(neighbours.counters)
 
     def fileno(self) -> int:
@@ -50,6 +51,17 @@ class Exchange:
         self._neighbours.publish(snapshot, is_giving=self._engine.gives_back, short=short)
         if short:
             self._neighbours.ask(short)
+        else:
+            self._ask_instead_of_evicting(snapshot)
+
+    def _ask_instead_of_evicting(self, snapshot: Snapshot) -> None:
+        """Prefixes had to go here for want of the device's memory: what a resting neighbour remembers is older. As much
+        of it as went here would keep the next ones."""
+        evicted = snapshot.counters.evicted_blocks
+        went, self._evicted = evicted - self._evicted, evicted
+        if went > 0 and snapshot.num_running and self._engine.lacks_free_memory:
+            block_bytes = sum(int(tensor["bytes_per_block"]) for tensor in snapshot.memory.tensors)
+            self._neighbours.ask(went * block_bytes, only_resting=True)
 
     def close(self) -> None:
         """Leave."""

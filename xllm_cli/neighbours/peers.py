@@ -29,6 +29,7 @@ DATAGRAM_BYTES = 512
 DATAGRAMS_AT_ONCE = 64
 PUBLISH_SECONDS = 0.05  # while rows run; an engine that falls idle is shown at once
 ASK_SECONDS = 0.05  # an unanswered question is asked again after this
+RESTING_SECONDS = 1.0  # without a row for so long, an engine rests
 ANSWER_SECONDS = 0.01  # what one neighbour asks more often than this is not read
 NAME_CHARACTERS = 200  # of a model's name that neighbours see
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]  # what no device has would only overflow the totals
@@ -136,15 +137,17 @@ class Neighbours:
         """The other engines of the device that are alive."""
         return [status for status in read_statuses(self._folder) if status.engine != self._first.engine]
 
-    def ask(self, nbytes: int) -> int:
-        """Ask for `nbytes` of those who have idle memory: who has rested longest first. Returns the bytes asked for;
-        0 while the last question is young."""
+    def ask(self, nbytes: int, *, only_resting: bool = False) -> int:
+        """Ask for `nbytes` of those who have idle memory: who has rested longest first, and with `only_resting` nobody
+        who ran a row in the last second. Returns the bytes asked for; 0 while the last question is young."""
         now = self._clock()
         if nbytes <= 0 or now < self._ask_at:
             return 0
         self._ask_at, self._asked_at = now + ASK_SECONDS, now
         missing = nbytes
         for peer in sorted(self.others(), key=lambda status: (status.running > 0, status.active_at)):
+            if only_resting and (peer.running or now - peer.active_at < RESTING_SECONDS):
+                break
             share = min(missing, peer.idle)
             if share > 0 and self._send(Ask(share), str(self._folder / f"{peer.engine}.sock")):
                 missing -= share
