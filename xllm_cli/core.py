@@ -68,7 +68,8 @@ class MediaSpan(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True, tag="request", kw_only=True):
     """One sequence to generate. Choices of `n > 1` are separate requests with the same prompt and another `choice`.
 
-    Where the engine goes by priority, a lower one is served first.
+    Where the engine goes by priority, a lower one is served first. `model` is the id of one of the engine's models, as
+    in every command; "" is the first.
     """
 
     request_id: str
@@ -78,6 +79,7 @@ class Request(msgspec.Struct, frozen=True, tag="request", kw_only=True):
     cache_salt: str = ""
     media: tuple[MediaSpan, ...] = ()
     priority: int = 0
+    model: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -91,17 +93,21 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class SetLimit(msgspec.Struct, frozen=True, tag="set_limit"):
-    """Cap the KV cache at `bytes` from now on; None lifts the cap. Answered by Done."""
+    """Cap KV at `bytes` from now on, that of `model` or, "", that of all models together; None lifts the cap. Answered
+    by Done."""
 
     command_id: str
     bytes: int | None = None
+    model: str = ""
 
 
 class Trim(msgspec.Struct, frozen=True, tag="trim"):
-    """Give back what no request uses, spares before cached blocks; `bytes` None is all of it. Answered by Done."""
+    """Give back what no request uses, spares before cached blocks; `bytes` None is all of it, `model` "" means of all
+    models. Answered by Done."""
 
     command_id: str
     bytes: int | None = None
+    model: str = ""
 
 
 class Sleep(msgspec.Struct, frozen=True, tag="sleep", kw_only=True):
@@ -111,6 +117,7 @@ class Sleep(msgspec.Struct, frozen=True, tag="sleep", kw_only=True):
     """
 
     command_id: str
+    model: str = ""
     level: Literal[1, 2] = 1
     park: bool = False
     mode: Literal["refuse", "wait", "abort"] = "refuse"
@@ -120,9 +127,45 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
     """Bring the weights back. Answered by Done."""
 
     command_id: str
+    model: str = ""
 
 
-Command = SetLimit | Trim | Sleep | Wake
+class Fork(msgspec.Struct, frozen=True, tag="fork", kw_only=True):
+    """Serve the checkpoint at `model_path` as `model`, too, from the same pool. The weights of a path that is served
+    already are shared. `level` 1 or 2: it sleeps at once, as after such a Sleep. Answered by Done with `ready`."""
+
+    command_id: str
+    model: str
+    model_path: str
+    level: Literal[0, 1, 2] = 0
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, tag="update_weights", kw_only=True):
+    """Exchange a model's weights between two steps for those of `model_path`, "" being where it came from; nothing
+    computed with the old ones is used again. Answered by Done."""
+
+    command_id: str
+    model: str = ""
+    model_path: str = ""
+
+
+class Pause(msgspec.Struct, frozen=True, tag="pause", kw_only=True):
+    """Run nothing of `model`, "" being all models, until Resume; newcomers queue. What runs is kept for then (its KV is
+    given back and computed anew), aborted, or waited for. Answered by Done once nothing runs."""
+
+    command_id: str
+    model: str = ""
+    mode: Literal["keep", "abort", "wait"] = "keep"
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """End a pause. Answered by Done."""
+
+    command_id: str
+    model: str = ""
+
+
+Command = SetLimit | Trim | Sleep | Wake | Fork | UpdateWeights | Pause | Resume
 ToEngine = Request | Abort | Shutdown | Command
 
 # --- answers: engine → server --------------------------------------------------------------------------------------
@@ -238,11 +281,24 @@ class VmmReport(msgspec.Struct, frozen=True, kw_only=True):
     preemptions_total: int = 0
 
 
+class ModelActivity(msgspec.Struct, frozen=True, kw_only=True):
+    """One model's part of a Snapshot; its memory is in `memory.models`. Fields as in Snapshot."""
+
+    counters: Counters
+    state: str = "awake"
+    is_paused: bool = False
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_for: str = ""
+    waiting_bytes: int = 0
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state after a step; the server answers /vmm, /metrics and /health from the last one.
 
     `waiting_for` is what keeps the head of the queue from running, `waiting_bytes` how much KV it waits for if that is
-    memory.
+    memory. Numbers are those of all models, each model's own are in `models` by its id, the first being the engine's
+    first.
     """
 
     memory: VmmReport
@@ -253,6 +309,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     waiting_bytes: int = 0
     healthy: bool = True
     reason: str = ""
+    models: dict[str, ModelActivity] = {}
 
 
 class StepEvents(msgspec.Struct, frozen=True, tag="step"):
@@ -299,7 +356,8 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     """A command took effect, or could not (`error`). `freed` bytes went back to the device, `taken` came from it;
-    `before` and `after` are the model's states, `snapshot` is the whole state after it."""
+    `before` and `after` are the model's states, `snapshot` is the whole state after it. `ready` describes a fork's
+    model, also one that was there already."""
 
     command_id: str
     seconds: float
@@ -309,6 +367,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     before: str = ""
     after: str = ""
     error: ErrorInfo | None = None
+    ready: Ready | None = None
 
 
 FromEngine = StepEvents | Loading | Ready | Heartbeat | Fatal | Done
