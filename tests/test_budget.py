@@ -28,12 +28,16 @@ limits = st.builds(
     max_cache_size=sizes | st.just(0),
     ratio=st.just(0.0) | st.floats(0.01, 1.0),
     limit=st.none() | sizes,
+    own_limit=st.none() | sizes,
     reserve=sizes,
     elastic=st.booleans(),
     pool_bytes=sizes,
     host=st.booleans(),
 )
-usages = st.builds(Usage, kv_mapped=sizes, weights_mapped=sizes, weights_on_device=sizes, state=sizes, created=sizes)
+usages = st.builds(
+    Usage, kv_mapped=sizes, weights_mapped=sizes, weights_on_device=sizes, state=sizes, created=sizes,
+    weights_asleep=sizes, kv_elsewhere=sizes, weights_elsewhere=sizes,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -45,6 +49,11 @@ usages = st.builds(Usage, kv_mapped=sizes, weights_mapped=sizes, weights_on_devi
         ({"max_cache_size": 4 * GIB}, Usage(kv_mapped=GIB, weights_mapped=50 * GIB), 3 * GIB, "max_cache_size"),
         ({"limit": GIB}, Usage(kv_mapped=3 * GIB), -2 * GIB, "limit"),
         ({"limit": 0}, Usage(), 0, "limit"),
+        ({"own_limit": GIB}, Usage(kv_mapped=3 * GIB), -2 * GIB, "limit"),
+        ({"limit": 9 * GIB}, Usage(kv_mapped=3 * GIB, kv_elsewhere=4 * GIB), 2 * GIB, "limit"),
+        ({"own_limit": 9 * GIB}, Usage(kv_mapped=3 * GIB, kv_elsewhere=4 * GIB), 6 * GIB, "limit"),
+        ({"max_cache_size": 4 * GIB}, Usage(kv_mapped=GIB, kv_elsewhere=GIB), 2 * GIB, "max_cache_size"),
+        ({"arena_bytes": 10 * GIB}, Usage(GIB, 2 * GIB, kv_elsewhere=GIB, weights_elsewhere=3 * GIB), 3 * GIB, "arena"),
         ({"reserve": 20 * GIB}, Usage(), 40 * GIB, "free_memory"),
         ({"ratio": 0.5}, Usage(), 10 * GIB, "free_memory"),
         ({}, Usage(created=GIB), 59 * GIB, "free_memory"),
@@ -144,12 +153,14 @@ def test_what_caps_the_possible_is_named(change: dict[str, object], name: str) -
 def test_headroom_is_never_above_any_cap(seen: list[Observation], caps: Limits, usage: Usage) -> None:
     room = headroom(seen, caps, usage)
     kv = usage.kv_mapped + usage.state
-    assert room.bytes <= caps.arena_bytes - usage.weights_mapped - kv
-    assert not caps.max_cache_size or room.bytes <= caps.max_cache_size - kv
-    assert caps.limit is None or room.bytes <= caps.limit - kv
+    everybodys = kv + usage.kv_elsewhere
+    assert room.bytes <= caps.arena_bytes - usage.weights_mapped - usage.weights_elsewhere - everybodys
+    assert not caps.max_cache_size or room.bytes <= caps.max_cache_size - everybodys
+    assert caps.limit is None or room.bytes <= caps.limit - everybodys
+    assert caps.own_limit is None or room.bytes <= caps.own_limit - kv
     for rank in seen if caps.elastic else ():
         spared = rank.free - floor_bytes(rank.total, caps) - rank.execution_room - caps.reserve
-        there = rank.owned + max(0, usage.weights_on_device - usage.weights_mapped)
+        there = rank.owned + max(0, usage.weights_on_device - usage.weights_mapped - usage.weights_asleep)
         assert room.bytes <= rank.free_handles + max(0, spared)
         assert room.bytes <= rank.free_handles + max(0, rank.total - there)
         assert room.deficit >= -spared
@@ -161,7 +172,9 @@ def test_the_terms_are_what_headroom_is_the_least_of(seen: list[Observation], ca
     room = headroom(seen, caps, usage)
     names = {name for _, name in room.terms}
     assert (room.bytes, room.limited_by) == min(room.terms, key=lambda term: term[0])
-    assert ("max_cache_size" in names) == (caps.max_cache_size > 0) and ("limit" in names) == (caps.limit is not None)
+    assert ("max_cache_size" in names) == (caps.max_cache_size > 0) and ("limit" in names) == (
+        caps.limit is not None or caps.own_limit is not None
+    )
     assert ("free_memory" in names) == caps.elastic and ("pool" in names) != caps.elastic
 
 
@@ -181,13 +194,42 @@ def test_what_was_created_since_is_taken_off(seen: list[Observation], caps: Limi
 
 @given(observations, limits, usages)
 def test_possible_is_at_least_what_may_be_held_now(seen: list[Observation], caps: Limits, usage: Usage) -> None:
-    usage = usage._replace(weights_on_device=0, weights_mapped=0, padding=0, created=0)
+    usage = usage._replace(weights_on_device=0, weights_mapped=0, weights_asleep=0, padding=0, created=0)
     pool = min((rank.free_handles for rank in seen), default=0) + usage.kv_mapped
     caps = replace(caps, pool_bytes=max(pool, caps.pool_bytes), limit=None)
     honest = [rank for rank in seen if rank.free + usage.kv_mapped <= rank.total and rank.owned >= usage.kv_mapped]
     room = headroom([replace_seen(rank, free_handles=0) for rank in honest], caps, usage)
     if caps.elastic and honest and room.bytes > 0:
         assert usage.kv_mapped + room.bytes <= possible(honest, caps, usage)[0]
+
+
+def test_weights_asleep_are_neither_outside_the_pool_nor_room_for_it() -> None:
+    asleep = Usage(weights_on_device=20 * GIB, weights_asleep=20 * GIB)
+    seen = replace_seen(DEVICE, free=98 * GIB)
+    assert headroom([seen], WIDE, asleep) == headroom([seen], WIDE, Usage())
+    assert possible([seen], replace(WIDE, elastic=False, pool_bytes=24 * GIB), asleep)[0] == 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("caps", "usage", "text"),
+    [
+        ({"limit": 5}, Usage(kv_mapped=2), "limit 5 - KV 2 - state 0"),
+        ({"limit": 5}, Usage(kv_mapped=2, kv_elsewhere=1), "limit 5 - KV 2 - state 0 - KV of other models 1"),
+        ({"limit": 9, "own_limit": 3}, Usage(kv_mapped=2, kv_elsewhere=1), "limit of this model 3 - KV 2 - state 0"),
+        ({"limit": 3, "own_limit": 9}, Usage(kv_mapped=2), "limit 3 - KV 2 - state 0"),
+    ],
+)
+def test_the_tighter_limit_explains_itself(caps: dict[str, int], usage: Usage, text: str) -> None:
+    assert explain("limit", [DEVICE], replace(WIDE, **caps), usage) == text
+
+
+def test_room_for_weights_is_what_arena_and_ratio_leave() -> None:
+    account = Account(replace(WIDE, ratio=0.5, arena_bytes=50 * GIB), Usage(kv_mapped=GIB))
+    account.set_elsewhere(kv=2 * GIB, weights=3 * GIB)
+    account.observe((replace_seen(DEVICE, owned=10 * GIB, free_handles=GIB),))
+    assert account.room_for_weights(in_arena=True) == 41 * GIB == account.room_for_weights(in_arena=False)
+    account.set_elsewhere(kv=2 * GIB, weights=30 * GIB)
+    assert account.room_for_weights(in_arena=True) == 17 * GIB
 
 
 def test_growth_is_the_headroom_or_minus_the_deficit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from itertools import count
 
 import pytest
 import xxhash
@@ -33,7 +34,7 @@ def publish_chain(index: PrefixIndex, tokens: list[int], blocks: list[int], **ho
 
 
 def make_index(page_use: dict[int, int] | None = None) -> PrefixIndex:
-    return PrefixIndex(lambda block: (page_use or {}).get(block, 0))
+    return PrefixIndex(lambda block: (page_use or {}).get(block, 0), count(1))
 
 
 # --- keys

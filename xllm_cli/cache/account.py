@@ -53,9 +53,18 @@ class Account:
         self._limits = replace(self._limits, limit=limit)
         self._headroom = None
 
-    def set_weights(self, *, mapped: int, on_device: int) -> None:
-        """Bytes of weights in the pool's mapped pages, and on the device in all."""
-        self._use(weights_mapped=mapped, weights_on_device=on_device)
+    def set_own_limit(self, limit: int | None) -> None:
+        self._limits = replace(self._limits, own_limit=limit)
+        self._headroom = None
+
+    def set_weights(self, *, mapped: int, on_device: int, asleep: int = 0) -> None:
+        """Bytes of weights in the pool's mapped pages, on the device in all, and that a sleeping model will map."""
+        self._use(weights_mapped=mapped, weights_on_device=on_device, weights_asleep=asleep)
+
+    def set_elsewhere(self, *, kv: int, weights: int) -> None:
+        """Bytes of the pool's pages that other models have."""
+        if (kv, weights) != (self._usage.kv_elsewhere, self._usage.weights_elsewhere):
+            self._use(kv_elsewhere=kv, weights_elsewhere=weights)
 
     def _use(self, **changes: int) -> None:
         self._usage = self._usage._replace(**changes)
@@ -82,6 +91,15 @@ class Account:
     def possible_limited_by(self) -> LimitedBy:
         """What keeps possible() from being more."""
         return budget.possible(self._observations, self._limits, self._usage)[1]
+
+    def room_for_weights(self, *, in_arena: bool) -> int:
+        """The most bytes of weights that may be mapped besides what is, free memory aside; `in_arena`: the arena caps
+        them together with KV."""
+        limits, usage = self._limits, self._usage
+        caps = [limits.arena_bytes - usage.weights_in_pool - usage.kv_in_pool] if in_arena else []
+        if limits.elastic and limits.ratio > 0:
+            caps += [int(seen.total * limits.ratio) - seen.owned + seen.free_handles for seen in self._observations]
+        return min(caps, default=limits.arena_bytes)
 
     def explain(self) -> str:
         """The sum behind the headroom."""

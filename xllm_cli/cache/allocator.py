@@ -9,7 +9,7 @@ BlockPool, PrefixIndex and Residency under one Account; knows neither sequences 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from xllm_cli.cache.account import Account, GrowthGate
 from xllm_cli.cache.blocks import BlockPool, Cold
@@ -33,14 +33,15 @@ class Allocator:
         *,
         bytes_per_block: int,
         clock: Callable[[], float],
+        stamps: Iterator[int],
     ) -> None:
         self.residency = residency
         self.pool = pool
-        self.index = PrefixIndex(self.pool.page_use)
+        self.index = PrefixIndex(self.pool.page_use, stamps)
         self.compactor = Compactor(residency, pool, self.index, bytes_per_block=bytes_per_block)
         self.gate = GrowthGate()
         self.counters = CacheCounters()
-        self._hopeless = (0, 0, 0)
+        self._hopeless = (0, 0, 0, 0)
         self._clock = clock
         self._account = account
 
@@ -196,7 +197,8 @@ class Allocator:
         """Make up to `nbytes` (rounded up to pages) leave: spares, then what the least recently used idle blocks keep.
 
         Returns the bytes that leave with the next delta, and those that leave with the ones after it, once the idle
-        blocks that stay have been moved together. Less than asked when there is no more.
+        blocks that stay have been moved together; with pages missing all leave at once. Less than asked when there is
+        no more.
         """
         residency = self.residency
         if nbytes <= 0 or not residency.reclaims:
@@ -209,7 +211,8 @@ class Allocator:
             self._give_up_to(target)
         moving = 0
         if residency.leaving_pages < target:
-            moving = self.compactor.promise(target - residency.leaving_pages)
+            if not residency.missing_pages:  # what is moved leaves too late to pay for pages of this plan
+                moving = self.compactor.promise(target - residency.leaving_pages)
             if not moving:
                 self._forget_whole_pages(target)
         self.pay()
@@ -219,15 +222,19 @@ class Allocator:
         """While slack is negative, idle blocks give way. Once nothing does any good, wait until something changes."""
         slack = self.slack
         if slack < 0 and not self.reclaim(-slack * self.residency.page_bytes):
-            self._hopeless = slack, self.index.num_idle, self.pool.num_held
+            self._hopeless = self._state
 
     @property
     def can_relieve(self) -> bool:
         """Whether relieve() would do something that it has not just tried in vain."""
         if not self.residency.reclaims or not self.index.num_idle:
             return False
-        slack = self.slack
-        return slack < 0 and self._hopeless != (slack, self.index.num_idle, self.pool.num_held)
+        return self.slack < 0 and self._hopeless != self._state
+
+    @property
+    def _state(self) -> tuple[int, int, int, int]:
+        """What decides whether anything can give way."""
+        return self.slack, self.residency.missing_pages, self.index.num_idle, self.pool.num_held
 
     def _give_up_to(self, target: int) -> None:
         """Spares leave until `target` pages do."""

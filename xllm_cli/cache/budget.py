@@ -23,15 +23,16 @@ class Limits:
     """The configured caps, in bytes.
 
     `arena_bytes` caps KV and weights of the pool together. `max_cache_size` 0 and `limit` None mean no such cap; both
-    cap KV and its state, never weights. `ratio` is the effective max_memory_utilization, 0 = none. `reserve` is
-    vmm_memory_reserve_bytes. `pool_bytes` is what a fixed pool (`elastic` False) holds. `host` applies the floor of
-    host memory, at least 64 MiB and 1 % of the total.
+    cap KV and its state over all models of the pool, never weights; `own_limit` caps this model's alone. `ratio` is the
+    effective max_memory_utilization, 0 = none. `reserve` is vmm_memory_reserve_bytes. `pool_bytes` is what a fixed pool
+    (`elastic` False) holds. `host` applies the floor of host memory, at least 64 MiB and 1 % of the total.
     """
 
     arena_bytes: int
     max_cache_size: int = 0
     ratio: float = 0.0
     limit: int | None = None
+    own_limit: int | None = None
     reserve: int = 0
     elastic: bool = True
     pool_bytes: int = 0
@@ -41,8 +42,10 @@ class Limits:
 class Usage(NamedTuple):
     """What is taken already, in bytes.
 
-    `kv_mapped` are acknowledged KV pages, spares included; `weights_mapped` weight pages of the pool, and
-    `weights_on_device` all weights, in the pool or not. `created` is what was mapped since the last observation.
+    `kv_mapped` are acknowledged KV pages, spares included; `weights_mapped` weight pages of the pool, `weights_asleep`
+    what the weights of a sleeping model need of it, and `weights_on_device` all weights, in the pool or not. `created`
+    is what was mapped since the last observation. `kv_elsewhere` and `weights_elsewhere` are pages of the pool that
+    hold KV (with its state) and weights of other models, those that are shared not counted.
     """
 
     kv_mapped: int = 0
@@ -51,6 +54,29 @@ class Usage(NamedTuple):
     state: int = 0
     padding: int = 0
     created: int = 0
+    weights_asleep: int = 0
+    kv_elsewhere: int = 0
+    weights_elsewhere: int = 0
+
+    @property
+    def kv_own(self) -> int:
+        """KV of this model."""
+        return self.kv_mapped + self.state
+
+    @property
+    def kv_in_pool(self) -> int:
+        """KV of all models."""
+        return self.kv_own + self.kv_elsewhere
+
+    @property
+    def weights_in_pool(self) -> int:
+        """Weights of all models."""
+        return self.weights_mapped + self.weights_elsewhere
+
+    @property
+    def weights_outside(self) -> int:
+        """Weights that live in ordinary memory."""
+        return max(0, self.weights_on_device - self.weights_mapped - self.weights_asleep)
 
 
 class Headroom(NamedTuple):
@@ -83,12 +109,14 @@ def keep_free(observations: Sequence[Observation], limits: Limits) -> int:
 
 def headroom(observations: Sequence[Observation], limits: Limits, usage: Usage) -> Headroom:
     """The bytes that may be mapped now, the least over all ranks and caps. Without an observation nothing may grow."""
-    kv_used = usage.kv_mapped + usage.state
-    caps: list[tuple[int, LimitedBy]] = [(limits.arena_bytes - usage.weights_mapped - kv_used, "arena")]
+    kv_used = usage.kv_in_pool
+    caps: list[tuple[int, LimitedBy]] = [(limits.arena_bytes - usage.weights_in_pool - kv_used, "arena")]
     if limits.max_cache_size > 0:
         caps.append((limits.max_cache_size - kv_used, "max_cache_size"))
     if limits.limit is not None:
         caps.append((limits.limit - kv_used, "limit"))
+    if limits.own_limit is not None:
+        caps.append((limits.own_limit - usage.kv_own, "limit"))
     least_cap = min(caps, key=_BYTES)[0]
     deficit = 0
     for seen in observations:
@@ -114,7 +142,7 @@ def possible(observations: Sequence[Observation], limits: Limits, usage: Usage) 
 
     Memory that exists from the start, a fixed pool or a physical cache, is short of weights only if they lie in it.
     """
-    weights = usage.weights_on_device if limits.elastic else usage.weights_mapped
+    weights = usage.weights_on_device if limits.elastic else usage.weights_mapped + usage.weights_asleep
     caps: list[tuple[int, LimitedBy]] = [(limits.arena_bytes - weights, "arena")]
     if limits.max_cache_size > 0:
         caps.append((limits.max_cache_size, "max_cache_size"))
@@ -131,12 +159,15 @@ def possible(observations: Sequence[Observation], limits: Limits, usage: Usage) 
 
 def explain(limited_by: LimitedBy, observations: Sequence[Observation], limits: Limits, usage: Usage) -> str:
     """The sum behind the headroom of this limit, in bytes, for whoever must change something."""
-    kv = f"KV {usage.kv_mapped} - state {usage.state}"
+    own = f"KV {usage.kv_mapped} - state {usage.state}"
+    kv = f"{own} - KV of other models {usage.kv_elsewhere}" if usage.kv_elsewhere else own
     match limited_by:
         case "arena":
-            return f"arena {limits.arena_bytes} - weights {usage.weights_mapped} - {kv}"
+            return f"arena {limits.arena_bytes} - weights {usage.weights_in_pool} - {kv}"
         case "max_cache_size":
             return f"max_cache_size {limits.max_cache_size} - {kv}"
+        case "limit" if _is_own_limit(limits, usage):
+            return f"limit of this model {limits.own_limit} - {own}"
         case "limit":
             return f"limit {limits.limit} - {kv}"
     if not observations:
@@ -149,21 +180,24 @@ def explain(limited_by: LimitedBy, observations: Sequence[Observation], limits: 
     seen = min(observations, key=lambda seen: _free(seen, usage) - _must_stay_free(seen, limits))
     free = f"free {seen.free}"
     if _free(seen, usage) < seen.free:
-        free = f"total {seen.total} - pages owned {seen.owned} - weights {_weights_outside(usage)}"
+        free = f"total {seen.total} - pages owned {seen.owned} - weights {usage.weights_outside}"
     return (
         f"{free} - floor {floor_bytes(seen.total, limits)} - execution room {seen.execution_room} - reserve "
         f"{limits.reserve}, not below 0, + free handles {seen.free_handles} - mapped since {usage.created}"
     )
 
 
-def _weights_outside(usage: Usage) -> int:
-    return max(0, usage.weights_on_device - usage.weights_mapped)
+def _is_own_limit(limits: Limits, usage: Usage) -> bool:
+    """Of the two limits the model's own is the tighter."""
+    if limits.own_limit is None or limits.limit is None:
+        return limits.own_limit is not None
+    return limits.own_limit - usage.kv_own <= limits.limit - usage.kv_in_pool
 
 
 def _free(seen: Observation, usage: Usage) -> int:
     """What is free, but no more than the total less what is known to be there: a total may be a mere promise
     (--host_memory_bytes), and weights in the page cache count as free."""
-    return min(seen.free, seen.total - seen.owned - _weights_outside(usage))
+    return min(seen.free, seen.total - seen.owned - usage.weights_outside)
 
 
 def _must_stay_free(seen: Observation, limits: Limits) -> int:

@@ -59,8 +59,9 @@ class CacheManager:
         usage = Usage(kv_mapped=residency.mapped_bytes, state=options.state_bytes, padding=padding)
         self._account = Account(limits, usage)
         self._allocator = Allocator(
-            residency, self._pool, self._account, bytes_per_block=spec.bytes_per_block, clock=options.clock
-        )
+            residency, self._pool, self._account,
+            bytes_per_block=spec.bytes_per_block, clock=options.clock, stamps=options.stamps,
+        )  # fmt: skip
         self._residency = residency
         self.counters = self._allocator.counters
         self._index = self._allocator.index
@@ -299,10 +300,25 @@ class CacheManager:
         self._account.set_limit(limit)
         self._allocator.pay()
 
-    def set_weights(self, *, mapped: int, on_device: int) -> None:
-        """Weight bytes that share the arena: in mapped pages of the pool, and on the device in all."""
-        self._account.set_weights(mapped=mapped, on_device=on_device)
+    def set_own_limit(self, limit: int | None) -> None:
+        """As set_limit, of this model's KV alone where several models share the pool."""
+        self._account.set_own_limit(limit)
         self._allocator.pay()
+
+    def set_weights(self, *, mapped: int, on_device: int, asleep: int = 0) -> None:
+        """Weight bytes that share the arena: in mapped pages of the pool, on the device in all, and those that a model
+        which sleeps will need of the pool."""
+        self._account.set_weights(mapped=mapped, on_device=on_device, asleep=asleep)
+        self._allocator.pay()
+
+    def set_elsewhere(self, *, kv: int, weights: int) -> None:
+        """Bytes of the pool's pages that hold KV and weights of other models; shared weights are nobody else's."""
+        self._account.set_elsewhere(kv=kv, weights=weights)
+        self._allocator.pay()
+
+    def room_for_weights(self) -> int:
+        """The most bytes of weights that the caps let this model map now, whatever is free."""
+        return self._account.room_for_weights(in_arena=self._residency.reclaims)
 
     def over_limit_bytes(self) -> int:
         """KV bytes above the arena, max_cache_size or limit after forgetting what is idle: only preemption frees them.
@@ -310,12 +326,13 @@ class CacheManager:
         Never more than 0 for want of free memory: rows that need nothing are not preempted for a neighbour.
         """
         if not self._residency.reclaims:
-            over = self._bytes_in_use() - (self.limits.limit or 0)
-            return max(0, over) if self.limits.limit is not None else 0
+            limit = self._physical_limit
+            return 0 if limit is None else max(0, self._bytes_in_use() - limit)
         self._allocator.relieve()
         pages = self._account.headroom().caps // self._residency.page_bytes
-        over = self._residency.missing_pages - self._residency.leaving_pages - pages
-        if over > 0 and self._allocator.compactor.waste_pages():
+        missing = self._residency.missing_pages
+        over = missing - self._residency.leaving_pages - pages
+        if over > 0 and not missing and self._allocator.compactor.waste_pages():
             return 0  # pages are about to be emptied
         return max(0, over) * self._residency.page_bytes
 
@@ -325,13 +342,24 @@ class CacheManager:
     def _is_beyond_limit(self, num_blocks: int) -> bool:
         """So many more blocks would pass the limit of a physical cache: its memory stays, but requests use less of it.
         A virtual cache counts pages instead."""
-        limit = self.limits.limit
+        limit = self._physical_limit
         return limit is not None and not self._residency.reclaims and self._bytes_in_use(num_blocks) > limit
+
+    @property
+    def _physical_limit(self) -> int | None:
+        """A physical cache has memory of its own: either limit caps it alone."""
+        return min((each for each in (self.limits.limit, self.limits.own_limit) if each is not None), default=None)
 
     def forget_bytes(self, nbytes: int) -> int:
         """Give up spares and idle blocks, least recently used first; returns the bytes that leave with the next deltas:
         the blocks that stay may have to be moved together before."""
         return self._allocator.reclaim(nbytes)
+
+    @property
+    def oldest_idle(self) -> int | None:
+        """When the least recently used idle block was used, on a clock that the caches of a pool share (CacheOptions);
+        None if no block is idle."""
+        return self._index.oldest
 
     def forget_all(self) -> int:
         """Empty the prefix index: no later request hits anything computed before. Returns the blocks freed.

@@ -101,12 +101,14 @@ class _Generation:
 
 
 class PrefixIndex:
-    """Published blocks by digest, and `by_block`. `page_use(block)` tells how many blocks use the block's page."""
+    """Published blocks by digest, and `by_block`. `page_use(block)` tells how many blocks use the block's page;
+    `stamps` rises with every plan."""
 
-    def __init__(self, page_use: Callable[[int], int]) -> None:
+    def __init__(self, page_use: Callable[[int], int], stamps: Iterator[int]) -> None:
         self.num_idle = 0
         self.epoch = 0
         self._page_use = page_use
+        self._stamps = stamps
         self._by_digest: dict[bytes, Entry] = {}
         self.by_block: dict[int, Entry] = {}
         self._idle: OrderedDict[int, _Generation] = OrderedDict()
@@ -122,7 +124,12 @@ class PrefixIndex:
 
     def tick(self) -> None:
         """A plan ends: what is used from here on is younger."""
-        self._stamp += 1
+        self._stamp = next(self._stamps)
+
+    @property
+    def oldest(self) -> int | None:
+        """The stamp of the idle entries that are evicted first; None if there are none."""
+        return next(iter(self._idle), None)
 
     def find(self, parent: Entry | None, key: BlockKey) -> Entry | None:
         """The entry of exactly this prefix, or None."""
