@@ -180,7 +180,7 @@ class CacheOps:
 
     def _maintain(self, rows: list[Session], before: dict[Session, tuple[int, int]]) -> None:
         cache = self.cache
-        steady = self._settled and self._observe() == cache.observations[0]
+        steady = self._settled and self._observe() == cache.observations[0] and not cache.over_limit_bytes()
         seen = cache.observations[0]
         free = seen.free_handles + (max(0, seen.free - cache.keep_free()) if cache.limits.elastic else 0)
         delta = cache.plan_delta(self.clock.now)
@@ -188,7 +188,7 @@ class CacheOps:
         self._remember(delta, mapped, stuck)
         if mapped:
             cache.acknowledge(delta, stuck)
-            if steady and not stuck and not cache.over_limit_bytes():
+            if steady and not stuck:
                 self._check_caps((len(delta.map) - len(delta.unmap)) * cache.page_bytes, free)
             for session in rows:
                 self._write(session, before[session][1])

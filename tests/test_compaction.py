@@ -44,9 +44,13 @@ class Bench:
             assert self.cache.match(table, prompt) == 4
             self.cache.release(table)
             self.step()
-        allocator = self.cache._allocator
-        allocator._forget(allocator.index.evict(len(prompts) - len(kept)))
+        self.forget(len(prompts) - len(kept))
         return kept
+
+    def forget(self, count: int) -> None:
+        """Forget the blocks that were used longest ago."""
+        allocator = self.cache._allocator
+        allocator._forget(allocator.index.evict(count))
 
     def step(self) -> PageDelta:
         return run_delta(self.cache, self.ranks, self.clock.now)
@@ -128,6 +132,31 @@ def test_a_lowered_limit_keeps_the_latest_and_packs_them() -> None:
     bench.rest()
     assert bench.cache.bands()["mapped"] <= 4 * PAGE
     assert bench.hits(order[-16:]) == 16 and bench.hits(order[:16]) == 0
+
+
+def test_pages_of_this_plan_are_paid_for_at_once_when_the_limit_falls() -> None:
+    bench = Bench()
+    prompts = bench.fill(16)
+    assert bench.cache.grow(bench.cache.open(), 4), "a fifth page"
+    assert bench.hits(prompts[::4]) == 4
+    bench.forget(12)
+    bench.cache.set_limit(4 * PAGE)
+    assert bench.cache.over_limit_bytes() == 0
+    delta = bench.step()
+    assert len(delta.map) == len(delta.unmap) == 1 and bench.cache.bands()["mapped"] == 4 * PAGE
+
+
+def test_pages_of_this_plan_do_not_wait_for_blocks_to_move() -> None:
+    bench = Bench()
+    for prompt in bench.fill(16)[::4]:
+        assert bench.cache.match(bench.cache.open(), prompt) == 4
+    table = bench.cache.open()
+    assert bench.cache.grow(table, 4), "a fifth page"
+    bench.forget(10)
+    bench.cache.set_limit(4 * PAGE)
+    assert bench.cache.over_limit_bytes() == PAGE, "no page can leave with the one that comes"
+    bench.cache.release(table)
+    assert bench.cache.over_limit_bytes() == 0
 
 
 def test_what_a_neighbour_asks_for_leaves_without_waiting_for_the_spares() -> None:
