@@ -17,6 +17,7 @@ from acl_emulation import (
 )
 from ascendcl import Emulator
 from cache_ops import Clock, make_cache, spec_of
+from covering import steps_until
 from driver_kinds import open_kind, peek, poke
 from test_cache_pages import PagedOps, Rank
 
@@ -261,10 +262,13 @@ def test_random_cache_operations_over_failing_vendor_calls(emulator: Emulator, f
     rank = VendorFaults(cache, open_kind("acl", pages=pages), rng, fixed=fixed)
     rank.emulator = emulator
     ops = PagedOps(cache, rank.apply, rank.observe, clock=clock, rng=rng).over(rank)
-    for _ in range(1200):
+
+    def has_seen_all() -> bool:
+        injected = sum(count.injected for count in emulator.counters().values())
+        return min(cache.counters.map_failures, cache.counters.prefix_hits, rank.stuck, injected - 20) > 0
+
+    for _ in steps_until(has_seen_all, least=1200, most=24_000):
         ops.step()
         assert sum(arena.mapped_pages for arena in rank.arenas) * PAGE == cache.bands()["mapped"]
-    injected = sum(count.injected for count in emulator.counters().values())
-    assert min(cache.counters.map_failures, cache.counters.prefix_hits, rank.stuck, injected - 20) > 0
     ops.drain()
     rank.close()
