@@ -37,19 +37,20 @@ class Terminal:
         )  # fmt: skip
         os.close(follower)
         for line in (first, f'eval "$(xllm completion {shell})"'):
-            self._type(f"{line}; echo lo''aded\r", until="loaded")
+            self._type(f"{line}; echo lo''aded\r", "loaded")
 
-    def complete(self, line: str, expected: str) -> str:
-        """What the terminal shows once `expected` is there after the line and a TAB."""
-        shown = self._type(f"{line}\t", until=expected)
-        self._type("\x15\r", until="> ")  # drop the line
+    def complete(self, line: str, *expected: str) -> str:
+        """What the terminal shows once all that is `expected` is there after the line and a TAB."""
+        shown = self._type(f"{line}\t", *expected)
+        self._type("\x15\r", "> ")  # drop the line
         return shown
 
-    def _type(self, keys: str, *, until: str) -> str:
+    def _type(self, keys: str, *until: str) -> str:
         os.write(self._fd, keys.encode())
-        shown, deadline = "", time.monotonic() + 20
-        while until not in shown:
-            assert select.select([self._fd], [], [], deadline - time.monotonic())[0], f"{until!r} not in {shown!r}"
+        shown, deadline = "", time.monotonic() + 60
+        while missing := [text for text in until if text not in shown]:
+            left = max(0.0, deadline - time.monotonic())
+            assert select.select([self._fd], [], [], left)[0], f"{missing} not in {shown!r}"
             shown += re.sub(
                 r"\x1b\[[0-9;?]*[A-Za-z]|[\r\x07\x08]", "", os.read(self._fd, 65536).decode("utf-8", "replace")
             )
@@ -67,16 +68,16 @@ class Fish:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def complete(self, line: str, expected: str) -> str:
-        """The line as it would be with each candidate; `expected` is among them."""
+    def complete(self, line: str, *expected: str) -> str:
+        """The line as it would be with each candidate; all that is `expected` is among them."""
         program = "xllm completion fish | source; complete -C $argv[1]"
         ran = subprocess.run(
             ["fish", "--no-config", "-c", program, line], env=environment(self._folder), cwd=self._folder, text=True,
-            capture_output=True, timeout=20, check=True,
+            capture_output=True, timeout=60, check=True,
         )  # fmt: skip
         before = line[: line.rfind(" ") + 1]
         lines = "\n".join(before + row.partition("\t")[0] for row in ran.stdout.splitlines())
-        assert expected.rstrip() in lines
+        assert all(text.rstrip() in lines for text in expected), f"{expected} not in {lines!r}"
         return lines
 
     def close(self) -> None:
@@ -122,8 +123,7 @@ def test_what_tab_adds(terminal: Terminal | Fish, line: str, expected: str) -> N
 
 
 def test_what_tab_lists(terminal: Terminal | Fish) -> None:
-    shown = terminal.complete("xllm serve --log_level=", "warning")
-    assert all(level in shown for level in ("debug", "info", "warning", "error"))
+    terminal.complete("xllm serve --log_level=", "debug", "info", "warning", "error")
     assert "notes.txt" not in terminal.complete("xllm serve --model=", "models/")
 
 
