@@ -42,7 +42,7 @@ class Terminal:
     def complete(self, line: str, *expected: str) -> str:
         """What the terminal shows once all that is `expected` is there after the line and a TAB."""
         shown = self._type(f"{line}\t", *expected)
-        self._type("\x15\r", "> ")  # drop the line
+        self._type("\x15echo dr''opped\r", "dropped")  # the line, and all that is still to be shown for it
         return shown
 
     def _type(self, keys: str, *until: str) -> str:
