@@ -184,7 +184,7 @@ def test_random_verbs_with_random_faults_keep_the_books() -> None:
     print("seed", seed)
     numbers = random.Random(seed)
     home = Home()
-    backup = home.load([numbers.randrange(1, 30 * PAGE) for _ in range(4)])
+    backup = home.load([numbers.randrange(1, 24 * PAGE) for _ in range(4)])
     for _ in range(400):
         home.driver.reset_counts()
         if numbers.random() < 0.4:
