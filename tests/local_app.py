@@ -18,7 +18,8 @@ from xllm_cli.server.app import create_app
 from xllm_cli.server.engine_client import EngineClient
 from xllm_cli.server.instruments import Instruments
 from xllm_cli.server.keys import ApiKeys
-from xllm_cli.server.state import ServedModel, ServerState
+from xllm_cli.server.served import Models, ServedModel
+from xllm_cli.server.state import ServerState
 from xllm_cli.server.tokenizer import Tokenizer
 
 SNAPSHOT = Snapshot(memory=VmmReport(), counters=Counters())
@@ -31,19 +32,18 @@ def local_state(folder: Path, **service: Any) -> Iterator[ServerState]:
     client = EngineClient(folder)
     instruments = Instruments("tiny")
     client.on_snapshot = instruments.step
-    client.on_map = lambda seconds: instruments.observe("xllm:vmm_map_seconds", seconds)
+    client.on_map = instruments.mapped
+    first = ServedModel("tiny", "/tiny", instruments.first)
     try:
-        yield ServerState(
-            client, ServedModel.of("tiny", "/tiny"), config.service, instruments, config.model_dump(mode="json")
-        )
+        yield ServerState(client, Models(first), config.service, instruments, config.model_dump(mode="json"))
     finally:
         client.close()
 
 
 def make_ready(state: ServerState, folder: Path) -> None:
     """The engine is up and the tokenizer read."""
-    state.tokenizer = Tokenizer.from_folder(write_model(folder / "tiny"))
-    state.client.ready = Ready(
+    state.models.first.tokenizer = Tokenizer.from_folder(write_model(folder / "tiny"))
+    state.models.first.ready = state.client.ready = Ready(
         model_id="tiny", architecture="Tiny", dtype="float32", max_model_len=64, vocab_size=320, eos_token_ids=(257,),
         capacity_tokens=256, snapshot=SNAPSHOT,
     )  # fmt: skip

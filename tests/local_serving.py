@@ -34,8 +34,8 @@ class LocalServing:
         self._state = state
         self._app = app_of(state)
         self._death = os.pipe()
-        self._state.tokenizer = Tokenizer.from_folder(model)
         self._ready = self._build(model)
+        state.models.first.tokenizer, state.models.first.ready = Tokenizer.from_folder(model), self._ready
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         asyncio.run(self._hear(self._until_ready()))

@@ -64,6 +64,7 @@ class ScriptedEngine:
     def __init__(self, folder: Path, death_fd: int) -> None:
         config = json.loads((folder / "config.json").read_text())
         self.tokenizer = Tokenizer.from_folder(config["model"]["model"])
+        self.model_id = config["model"].get("model_id") or Path(config["model"]["model"]).name
         context = zmq.Context()
         self.inbox, self.outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self.outbox.linger = 500  # ms: last words reach a living server, a dead one keeps nobody
@@ -185,7 +186,7 @@ def main() -> None:
         sys.exit(options.fatal)
     engine.send(
         Ready(
-            model_id="scripted",
+            model_id=engine.model_id,
             architecture="Scripted",
             dtype="float32",
             max_model_len=CONTEXT,

@@ -249,7 +249,7 @@ def test_unannounced_reasoning(tmp_path: Path) -> None:
 def test_tools_are_taken_where_calls_can_be_read(tmp_path: Path, template: str, parser: str, status: int) -> None:
     with local_state(tmp_path) as state:
         make_ready(state, tmp_path)
-        state.tokenizer = Tokenizer.from_folder(write_model(tmp_path / "m", template), tool_call_parser=parser)
+        state.models.first.tokenizer = Tokenizer.from_folder(write_model(tmp_path / "m", template), tool_call_parser=parser)
         body = {"messages": [{"role": "user", "content": "x"}], "tools": [WEATHER]}
         answer = call(app_of(state), "/v1/chat/completions/render", "POST", json=body)
     assert answer.status_code == status

@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench.churn": {"bench", "cache", "core"},
     "bench.vmm_rig": {"bench", "cache", "core", "vmm", "worker"},
     "bench.vmm_cases": {"bench", "cache", "engine"},
-    "server": {*LEAVES, "service_flags", "logs", "versions"},
+    "server": {*LEAVES, "service_flags", "facts", "logs", "versions"},
     "neighbours": {"core", "errors"},
     "engine": {*LEAVES, "cache", "worker", "neighbours", "logs"},
     "engine.sizes": {*LEAVES, "cache", "engine", "vmm"},

@@ -80,7 +80,7 @@ def test_no_series_appears_later(state: ServerState, tmp_path: Path) -> None:
     before = set(samples(exposition.render().decode()))
     make_ready(state, tmp_path)
     state.client.snapshot = Snapshot(memory=MEMORY, counters=Counters(steps=3, generation_tokens=5))
-    timeline = Timeline(state.instruments, request(max_tokens=4), time.monotonic())
+    timeline = Timeline(state.instruments.first, request(max_tokens=4), time.monotonic())
     timeline.heard(2, 0.0)
     timeline.ended("stop", 2)
     assert set(samples(exposition.render().decode())) == before
@@ -119,7 +119,7 @@ def request(max_tokens: int | None) -> Request:
 
 def test_a_sequence_leaves_its_times(state: ServerState) -> None:
     exposition = Exposition(state)
-    timeline = Timeline(state.instruments, request(max_tokens=20), time.monotonic() - 10)
+    timeline = Timeline(state.instruments.first, request(max_tokens=20), time.monotonic() - 10)
     time.sleep(0.05)
     timeline.heard(0, None)
     timeline.heard(1, 0.01)
@@ -140,7 +140,7 @@ def test_a_sequence_leaves_its_times(state: ServerState) -> None:
 
 
 def test_a_sequence_that_never_ran_leaves_only_its_end(state: ServerState) -> None:
-    Timeline(state.instruments, request(max_tokens=None), time.monotonic()).ended("error", 0)
+    Timeline(state.instruments.first, request(max_tokens=None), time.monotonic()).ended("error", 0)
     text = Exposition(state).render().decode()
     assert by(text, "vllm:request_success_total", "finished_reason")["error"] == 1
     assert set(by(text, "vllm:e2e_request_latency_seconds_count", "engine").values()) == {0}

@@ -43,7 +43,7 @@ def look(config: Config) -> Facts:
     """The facts that the rules of this configuration depend on."""
     auto = resolve_device("auto")
     drivers = frozenset(device for device in {auto, config.model.device, "cpu"} if has_driver(device))
-    backend, is_hybrid = _peek(config.model.model)
+    backend, is_hybrid = peek(config.model.model)
     return Facts(drivers, auto, backend, is_hybrid)
 
 
@@ -80,7 +80,7 @@ def _num_npus(library: str) -> int:
         return 0
 
 
-def _peek(model: str) -> tuple[str | None, bool]:
+def peek(model: str) -> tuple[str | None, bool]:
     """The kind of engine a checkpoint folder needs, and whether it mixes linear with full attention."""
     if not model:
         return None, False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
@@ -12,68 +11,69 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from xllm_cli.core import Command, SetLimit, Trim
-from xllm_cli.server.answering import read_body
+from xllm_cli.core import SetLimit, Trim
 from xllm_cli.server.failures import json_response
-from xllm_cli.server.parsing import body_schema, parse
+from xllm_cli.server.orders import STEP_SECONDS, carry_out, command_id, fields, schema
+from xllm_cli.server.parsing import parse
 from xllm_cli.server.state import ServerState
 
 logger = logging.getLogger(__name__)
-COMMAND_SECONDS = 30.0  # an engine between two steps answers in milliseconds; a long prefill is a long step
-ADMIN_BODY_BYTES = 1 << 16
 
 Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class LimitRequest(BaseModel):
-    """POST /vmm/limit: the most bytes of KV cache from now on; 0 lifts the limit."""
+    """POST /vmm/limit: the most bytes of KV cache from now on, of one model or of all together; 0 lifts the limit."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     bytes: Bytes
+    model_id: str | None = None
 
 
 class TrimRequest(BaseModel):
-    """POST /vmm/trim: bytes to give back; all that no request uses when left out."""
+    """POST /vmm/trim: bytes to give back, of one model or of all; all that no request uses when left out."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     bytes: Bytes | None = None
+    model_id: str | None = None
 
 
 def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) -> APIRouter:
     """The router over this state; `guard` refuses who may not."""
     router = APIRouter(dependencies=[Depends(guard)])
 
-    @router.post("/vmm/limit", openapi_extra=body_schema(LimitRequest))
+    @router.post("/vmm/limit", openapi_extra=schema(LimitRequest))
     async def limit(request: HttpRequest) -> Response:
-        asked = parse(LimitRequest, await read_body(request, limit=ADMIN_BODY_BYTES))
-        return await _carry_out(state, SetLimit(command_id(), asked.bytes or None))
+        asked = parse(LimitRequest, await fields(request))
+        model_id = state.named(asked.model_id)
+        return await _change(state, SetLimit(command_id(), asked.bytes or None, model_id), model_id)
 
-    @router.post("/vmm/trim", openapi_extra=body_schema(TrimRequest))
+    @router.post("/vmm/trim", openapi_extra=schema(TrimRequest))
     async def trim(request: HttpRequest) -> Response:
-        body = await read_body(request, limit=ADMIN_BODY_BYTES)
-        return await _carry_out(state, Trim(command_id(), parse(TrimRequest, body or b"{}").bytes))
+        asked = parse(TrimRequest, await fields(request))
+        model_id = state.named(asked.model_id)
+        return await _change(state, Trim(command_id(), asked.bytes, model_id), model_id)
 
     return router
 
 
-def command_id() -> str:
-    """A name for one command, never used again."""
-    return uuid.uuid4().hex
-
-
-async def _carry_out(state: ServerState, command: Command) -> Response:
+async def _change(state: ServerState, command: SetLimit | Trim, model_id: str) -> Response:
     """The engine's answer: what it gave back to the device, and what it holds and may hold now, in bytes."""
-    state.serving()
-    done = await state.client.command(command, COMMAND_SECONDS)
+    done = await carry_out(state, command, STEP_SECONDS)
     memory = done.snapshot.memory
-    limit = "none" if memory.limit is None else memory.limit
-    logger.info("KV cache by order: %d bytes given back, %d mapped, limit %s", done.freed, memory.mapped, limit)
+    facts = memory.models.get(model_id, {})
+    limit = facts.get("limit") if model_id else memory.limit
+    mapped = facts.get("kv_mapped", 0) if model_id else memory.mapped
+    whose = f"KV cache of {model_id}" if model_id else "KV cache"
+    told = "none" if limit is None else limit
+    logger.info("%s by order: %d bytes given back, %d mapped, limit %s", whose, done.freed, mapped, told)
     return json_response(
         {
             "freed": done.freed,
             "milliseconds": round(done.seconds * 1000, 3),
-            "limit": memory.limit,
-            "mapped": memory.mapped,
+            "limit": limit,
+            "mapped": mapped,
             "physical": memory.physical,
+            **({"model_id": model_id} if model_id else {}),
         }
     )

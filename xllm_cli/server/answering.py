@@ -23,6 +23,7 @@ from xllm_cli.server.generation import Generation
 from xllm_cli.server.protocol import GenerationRequest
 from xllm_cli.server.replies import Reply
 from xllm_cli.server.sequences import make_requests, text_options
+from xllm_cli.server.served import Served
 from xllm_cli.server.sse import ClientGone, EventStream, while_connected
 from xllm_cli.server.state import ServerState, Slot
 from xllm_cli.server.tokenizer import Tokenizer
@@ -51,28 +52,28 @@ async def generate(state: ServerState, http: HttpRequest, dialect: Dialect[Asked
     body = await read_body(http, limit=state.service.max_body_bytes)
     slot = state.admit()  # after it, or slow senders would take the places
     with slot.released_on_error():
-        asked, prompts = await tokenized(state, body, dialect)
-        tokenizer, ready = state.serving()
-        reply = dialect.reply(state.model.model_id, tokenizer, asked)
-        requests = make_requests(asked, prompts, reply.reply_id, ready, tokenizer)
-        state.instruments.observe("vllm:request_params_n", asked.n or 1)
+        served, asked, prompts = await tokenized(state, body, dialect)
+        reply = dialect.reply(served.model_id, served.tokenizer, asked)
+        requests = make_requests(asked, prompts, reply.reply_id, served.ready, served.tokenizer)
+        served.model.instruments.observe("vllm:request_params_n", asked.n or 1)
         options = text_options(asked, requests[0].sampling)
-        generation = Generation(state, tokenizer, requests, options, arrived=arrived)
+        generation = Generation(state.client, served, requests, options, arrived=arrived)
         answer = await _answer(http, bool(asked.stream), generation, reply, slot)
     note_ignored(answer, asked.ignored_fields, reply.reply_id)
     return answer
 
 
-async def tokenized(state: ServerState, body: bytes, dialect: Dialect[Asked]) -> tuple[Asked, list[list[int]]]:
-    """A body's request and its prompts. RequestError for what this server cannot or, being strict, will not read."""
-    tokenizer, ready = state.serving()
+async def tokenized(state: ServerState, body: bytes, dialect: Dialect[Asked]) -> tuple[Served, Asked, list[list[int]]]:
+    """The model that a body asks, its request and its prompts. RequestError for what this server cannot or, being
+    strict, will not read."""
     asked = await maybe_in_thread(len(body), lambda: dialect.read(body))
-    state.model.check(asked.model)
+    served = state.serving(asked.model)
     if state.service.strict_requests and asked.ignored_fields:
         names = ", ".join(asked.ignored_fields)
         raise RequestError(f"unknown fields: {names}", code="unknown_parameter", param=asked.ignored_fields[0])
+    _, tokenizer, ready = served
     prompts = await maybe_in_thread(len(body), lambda: dialect.encode(asked, tokenizer, ready.max_model_len))
-    return asked, prompts
+    return served, asked, prompts
 
 
 def note_ignored(answer: Response, names: list[str], request_id: str) -> None:

@@ -16,7 +16,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xllm_cli import __version__
 from xllm_cli.flags import SecurityConfig
-from xllm_cli.server import admin, failures, info, messages, openai, probes, responses, sleeping, tokens
+from xllm_cli.server import (
+    admin,
+    failures,
+    forking,
+    info,
+    messages,
+    openai,
+    pausing,
+    probes,
+    responses,
+    sleeping,
+    tokens,
+)
 from xllm_cli.server.access_log import AccessLog
 from xllm_cli.server.guard import Guard, admin_only
 from xllm_cli.server.instruments import HttpInstruments
@@ -52,8 +64,9 @@ def create_app(state: ServerState, keys: ApiKeys, security: SecurityConfig) -> A
 def create_routers(state: ServerState, keys: ApiKeys) -> list[APIRouter]:
     """Every route there is."""
     parts = (openai, responses, messages, tokens, info, probes)
+    orders = (admin, sleeping, forking, pausing)
     guard = admin_only(keys)
-    return [*(part.routes(state) for part in parts), *(part.routes(state, guard) for part in (admin, sleeping))]
+    return [*(part.routes(state) for part in parts), *(part.routes(state, guard) for part in orders)]
 
 
 def _announce(router: APIRouter, http: HttpInstruments) -> None:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from xllm_cli.core import FinishReason, Output, Request
 from xllm_cli.errors import RequestError
 from xllm_cli.server.detokenizer import LogprobEntry, Piece, TextOptions, TextStream
+from xllm_cli.server.engine_client import EngineClient
 from xllm_cli.server.instruments import Timeline
-from xllm_cli.server.state import ServerState
-from xllm_cli.server.tokenizer import Tokenizer
+from xllm_cli.server.served import Served
 
 
 class Usage(NamedTuple):
@@ -49,16 +49,15 @@ class Generation:
     """Runs requests to their end. `close` aborts what is still open; it may be called at any time, more than once."""
 
     def __init__(
-        self, state: ServerState, tokenizer: Tokenizer, requests: list[Request], options: TextOptions, *, arrived: float
+        self, client: EngineClient, served: Served, requests: list[Request], options: TextOptions, *, arrived: float
     ) -> None:
-        self._client = state.client
-        client, instruments = state.client, state.instruments
+        self._client = client
         self._choices = {
             request.request_id: Choice(
                 index,
                 request,
-                TextStream(tokenizer, options, request.prompt_ids),
-                Timeline(instruments, request, arrived),
+                TextStream(served.tokenizer, options, request.prompt_ids),
+                Timeline(served.model.instruments, request, arrived),
             )
             for index, request in enumerate(requests)
         }

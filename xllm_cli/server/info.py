@@ -12,6 +12,7 @@ from starlette.responses import Response
 from xllm_cli import __version__
 from xllm_cli.core import Counters, Snapshot, VmmReport
 from xllm_cli.server.failures import json_response
+from xllm_cli.server.served import ServedModel
 from xllm_cli.server.state import ServerState
 
 _NOTHING_YET = Snapshot(memory=VmmReport(), counters=Counters())
@@ -26,41 +27,45 @@ def routes(state: ServerState) -> APIRouter:
 
 
 def _model_routes(router: APIRouter, state: ServerState) -> None:
-    def card() -> dict[str, Any]:
-        ready = state.client.ready
+    def card(model: ServedModel) -> dict[str, Any]:
         return {
-            "id": state.model.model_id,
+            "id": model.model_id,
             "object": "model",
-            "created": state.created,
+            "created": model.created,
             "owned_by": "xllm",
-            "root": state.settings["model"]["model"],
-            "max_model_len": ready.max_model_len if ready else None,
-            "state": state.model_state,
+            "root": model.path,
+            "max_model_len": model.ready.max_model_len if model.ready else None,
+            "state": state.state_of(model),
+            "is_paused": state.is_paused(model),
         }
 
     @router.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [card()]})
+        return json_response({"object": "list", "data": [card(model) for model in state.models]})
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        state.model.check(name)
-        return json_response(card())
+        return json_response(card(state.models.find(name)))
 
     @router.get("/is_sleeping")
-    async def is_sleeping() -> Response:
-        state.serving()
-        return json_response({"is_sleeping": state.model_state != "awake", "state": state.model_state})
+    async def is_sleeping(model_id: str = "") -> Response:
+        now = state.state_of(state.serving(model_id).model)
+        return json_response({"is_sleeping": now != "awake", "state": now})
+
+    @router.get("/is_paused")
+    async def is_paused(model_id: str = "") -> Response:
+        return json_response({"is_paused": state.is_paused(state.serving(model_id).model)})
 
     @router.get("/model_info")
     @router.get("/get_model_info")
     async def model_info() -> Response:
-        ready, path = state.client.ready, state.settings["model"]["model"]
+        first = state.models.first
+        ready = first.ready
         return json_response(
             {
-                "model_path": path,
-                "tokenizer_path": path,
-                "served_model_name": state.model.model_id,
+                "model_path": first.path,
+                "tokenizer_path": first.path,
+                "served_model_name": first.model_id,
                 "is_generation": True,
                 "architectures": [ready.architecture] if ready else [],
                 "max_context_length": ready.max_model_len if ready else None,
@@ -74,7 +79,7 @@ def _model_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/server_info")
     @router.get("/get_server_info")
     async def server_info() -> Response:
-        ready = state.client.ready
+        first = state.models.first
         flags = {name: value for section in state.settings.values() for name, value in section.items()}
         del flags["model"]  # `model` and `model_id` are one field to sglang-router, which reads neither then
         return json_response(
@@ -82,12 +87,12 @@ def _model_routes(router: APIRouter, state: ServerState) -> None:
                 **flags,
                 "version": __version__,
                 "status": state.phase,
-                "model_id": state.model.model_id,
-                "model_path": state.settings["model"]["model"],
-                "served_model_name": state.model.model_id,
-                "max_total_num_tokens": ready.capacity_tokens if ready else 0,
+                "model_id": first.model_id,
+                "model_path": first.path,
+                "served_model_name": first.model_id,
+                "max_total_num_tokens": first.ready.capacity_tokens if first.ready else 0,
                 "max_running_requests": state.service.max_concurrent_requests,
-                "uptime_seconds": int(time.time()) - state.created,
+                "uptime_seconds": int(time.time()) - first.created,
             }
         )
 
@@ -100,7 +105,7 @@ def _load_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/v1/loads")
     async def loads() -> Response:
         snapshot = state.client.snapshot or _NOTHING_YET
-        ready = state.client.ready
+        ready = state.models.first.ready
         capacity = ready.capacity_tokens if ready else 0
         rank = {
             "dp_rank": 0,

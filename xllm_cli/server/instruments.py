@@ -1,7 +1,8 @@
-"""What the API process itself counts and times. Owns the names; knows neither routes nor the engine's snapshot.
+"""What the API process itself counts and times, model by model. Owns the names; knows no routes.
 
-Every series exists at zero from the start. Intervals are on this process's monotonic clock; only the time from a
-request's admission to its first token is the engine's, and what is left of the wait before it counts as queueing.
+Every series exists at zero from the start, or from when its model is there. Intervals are on this process's monotonic
+clock; only the time from a request's admission to its first token is the engine's, and what is left of the wait before
+it counts as queueing.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
-from xllm_cli.core import Counters, Request, Snapshot
+from xllm_cli.core import Counters, ModelActivity, Request, Snapshot
 
 ENGINE = "0"  # the label of the one engine behind this server
+LABELS = ("model_name", "engine")
 FINISHED = ("stop", "length", "abort", "error")
 WAITS = ("memory", "execution memory", "a slot", "a step")
 
@@ -38,34 +40,84 @@ _HISTOGRAMS = (
     ("vllm:request_params_n", "Choices asked for.", _CHOICES),
     ("vllm:request_params_max_tokens", "Limit on new tokens asked for.", _TOKENS),
     ("vllm:iteration_tokens_total", "Tokens computed in a step.", _TOKENS),
-    ("xllm:vmm_map_seconds", "Page changes of a step that mapped pages.", _MAPPING),
     ("xllm:sleep_seconds", "From a sleep asked for to the model asleep, its requests' end included.", _SLEEPING),
     ("xllm:wake_seconds", "From a wake-up asked for to the weights in their place.", _SLEEPING),
 )
 
 
 class Instruments:
-    """Counters and histograms of one server, in one registry."""
+    """Counters and histograms of one server, in one registry. What belongs to all its models, as their pool does, has
+    the first model's name."""
 
     def __init__(self, model_id: str) -> None:
+        """`model_id`: of the first model."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a series beside each, which nobody reads
         self.registry = CollectorRegistry()
-        self._model = (model_id, ENGINE)
         self._histograms = {name: self._histogram(name, text, buckets) for name, text, buckets in _HISTOGRAMS}
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed, hits included.").labels(
-            *self._model
+        self._prompts = self._counter("vllm:prompt_tokens", "Prompt tokens processed, hits included.")
+        self._ended = self._counter("vllm:request_success", "Sequences that ended, by reason.", "finished_reason")
+        self._waits = self._counter(
+            "xllm:admission_waits", "Times the queue's head began to wait, by reason.", "reason"
         )
-        ended = self._counter("vllm:request_success", "Sequences that ended, by reason.", "finished_reason")
-        self._ended = {reason: ended.labels(*self._model, reason) for reason in FINISHED}
-        waits = self._counter("xllm:admission_waits", "Times the queue's head began to wait, by reason.", "reason")
-        self._waits = {reason: waits.labels(*self._model, reason) for reason in WAITS}
-        self._http = HttpInstruments(self.registry)
+        text = "Page changes of a step that mapped pages."
+        self._maps = self._histogram("xllm:vmm_map_seconds", text, _MAPPING).labels(model_id, ENGINE)
+        self.http = HttpInstruments(self.registry)
+        self._models: dict[str, ModelInstruments] = {}
+        self.first = self.of(model_id)
+
+    def of(self, model_id: str) -> ModelInstruments:
+        """Those of one model; from the first call on its series are shown."""
+        if model_id not in self._models:
+            self._models[model_id] = ModelInstruments(
+                {name: histogram.labels(model_id, ENGINE) for name, histogram in self._histograms.items()},
+                self._prompts.labels(model_id, ENGINE),
+                {reason: self._ended.labels(model_id, ENGINE, reason) for reason in FINISHED},
+                {reason: self._waits.labels(model_id, ENGINE, reason) for reason in WAITS},
+            )
+        return self._models[model_id]
+
+    def mapped(self, seconds: float) -> None:
+        """A step mapped pages."""
+        self._maps.observe(seconds)
+
+    def step(self, snapshot: Snapshot) -> None:
+        """The engine reported its state."""
+        for model_id, instruments in self._models.items():
+            if (activity := activity_of(snapshot, model_id)) is not None:
+                instruments.step(activity)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, [*LABELS, *labels], registry=self.registry)
+
+
+def activity_of(snapshot: Snapshot, model_id: str) -> ModelActivity | None:
+    """One model's part of a snapshot; None before the engine has it. One that does not tell them apart has one."""
+    if snapshot.models:
+        return snapshot.models.get(model_id)
+    return ModelActivity(
+        counters=snapshot.counters,
+        num_running=snapshot.num_running,
+        num_waiting=snapshot.num_waiting,
+        waiting_for=snapshot.waiting_for,
+        waiting_bytes=snapshot.waiting_bytes,
+    )
+
+
+class ModelInstruments:
+    """Counters and histograms of one model."""
+
+    def __init__(
+        self, histograms: dict[str, Histogram], prompts: Counter, ended: dict[str, Counter], waits: dict[str, Counter]
+    ) -> None:
+        self._histograms = histograms
+        self._prompts = prompts
+        self._ended = ended
+        self._waits = waits
         self._counted = Counters()
         self._waiting_for = ""
-
-    @property
-    def http(self) -> HttpInstruments:
-        return self._http
 
     def observe(self, name: str, value: float) -> None:
         """One observation of a histogram."""
@@ -73,31 +125,24 @@ class Instruments:
 
     def prompt(self, num_tokens: int) -> None:
         """A prompt was run."""
-        self._prompt_tokens.inc(num_tokens)
+        self._prompts.inc(num_tokens)
         self.observe("vllm:request_prompt_tokens", num_tokens)
 
     def ended(self, reason: str) -> None:
         """A sequence ended."""
         self._ended[reason].inc()
 
-    def step(self, snapshot: Snapshot) -> None:
-        """The engine reported its state: what did it compute since it last did, and who waits for what?"""
-        before, now = self._counted, snapshot.counters
+    def step(self, activity: ModelActivity) -> None:
+        """The engine reported: what did the model compute since it last did, and who waits for what?"""
+        before, now = self._counted, activity.counters
         computed = now.prompt_tokens_computed + now.generation_tokens
         computed -= before.prompt_tokens_computed + before.generation_tokens
         if computed > 0:
             self.observe("vllm:iteration_tokens_total", computed)
         self._counted = now
-        if snapshot.waiting_for != self._waiting_for and snapshot.waiting_for in self._waits:
-            self._waits[snapshot.waiting_for].inc()
-        self._waiting_for = snapshot.waiting_for
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        labels = ["model_name", "engine"]
-        return Histogram(name, text, labels, buckets=buckets, registry=self.registry).labels(*self._model)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, ["model_name", "engine", *labels], registry=self.registry)
+        if activity.waiting_for != self._waiting_for and activity.waiting_for in self._waits:
+            self._waits[activity.waiting_for].inc()
+        self._waiting_for = activity.waiting_for
 
 
 class HttpInstruments:
@@ -129,7 +174,7 @@ class HttpInstruments:
 class Timeline:
     """The moments of one sequence, observed as they come. `arrived` is when its HTTP request did (monotonic)."""
 
-    def __init__(self, instruments: Instruments, request: Request, arrived: float) -> None:
+    def __init__(self, instruments: ModelInstruments, request: Request, arrived: float) -> None:
         self._instruments = instruments
         self._arrived = arrived
         self._submitted = time.monotonic()

@@ -128,7 +128,7 @@ def routes(state: ServerState) -> APIRouter:
     async def count_tokens(request: HttpRequest) -> Response:
         state.serving()
         body = await read_body(request, limit=state.service.max_body_bytes)
-        _, prompts = await tokenized(state, body, COUNTING)
+        _, _, prompts = await tokenized(state, body, COUNTING)
         return json_response({"input_tokens": len(prompts[0])})
 
     return router

@@ -1,20 +1,22 @@
 """GET /metrics: the engine's last snapshot and the server's own instruments in Prometheus' text format.
 
-Every series exists at zero before the engine is ready. `vllm:` names have vLLM's meaning, so that its dashboards and
-gateways work unchanged; `xllm:` names are our own.
+Every series exists at zero before the engine is ready, those of a forked model from then on. `vllm:` names have vLLM's
+meaning, so that its dashboards and gateways work unchanged; `xllm:` names are our own. What is the server's and not a
+model's, but has a `model_name` all the same, has the first model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from xllm_cli.core import Counters, LimitedBy, Snapshot, VmmReport
-from xllm_cli.server.instruments import ENGINE
+from xllm_cli.core import Counters, LimitedBy, ModelActivity, Snapshot, VmmReport
+from xllm_cli.server.instruments import ENGINE, LABELS, activity_of
+from xllm_cli.server.served import ServedModel
 from xllm_cli.server.state import ServerState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -56,67 +58,84 @@ class Exposition:
 class _StateCollector(Collector):
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._labels = {"model_name": state.model.model_id, "engine": ENGINE}
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
         snapshot = self._state.client.snapshot or _NOTHING_YET
-        yield from self._requests(snapshot)
+        nothing = ModelActivity(counters=Counters())
+        activities = {model.model_id: activity_of(snapshot, model.model_id) or nothing for model in self._state.models}
+        yield from self._requests(activities)
+        yield from self._server()
         yield from self._capacity(snapshot.memory)
         yield from self._pages(snapshot.memory)
         for name, text, field in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=list(self._labels))
-            counter.add_metric(list(self._labels.values()), getattr(snapshot.counters, field))
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            for model_id, activity in activities.items():
+                counter.add_metric([model_id, ENGINE], getattr(activity.counters, field))
             yield counter
         evicted = CounterMetricFamily("xllm:prefix_evictions", "Cached blocks forgotten, by cause.", labels=["cause"])
         evicted.add_metric(["memory"], snapshot.counters.evicted_blocks)
         yield evicted
 
-    def _requests(self, snapshot: Snapshot) -> Iterator[Metric]:
-        yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", snapshot.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests waiting to run.", snapshot.num_waiting)
+    def _requests(self, activities: dict[str, ModelActivity]) -> Iterator[Metric]:
+        def gauge(name: str, text: str, field: str) -> GaugeMetricFamily:
+            values = {model_id: float(getattr(activity, field)) for model_id, activity in activities.items()}
+            return _by_model(name, text, values)
+
+        yield gauge("vllm:num_requests_running", "Requests in the running batch.", "num_running")
+        yield gauge("vllm:num_requests_waiting", "Requests waiting to run.", "num_waiting")
         text = "KV bytes that the queue's head waits for; 0 if it waits for something else."
-        yield self._gauge("xllm:waiting_bytes", text, snapshot.waiting_bytes)
-        yield self._gauge("xllm:open_http_requests", "Generating HTTP requests open.", self._state.open_requests)
-        yield self._gauge("xllm:ready", "1 when requests are taken.", self._state.phase == "ready")
-        info = {key: str(self._state.settings["kv_cache"][key]) for key in ("block_size", "enable_prefix_cache")}
+        yield gauge("xllm:waiting_bytes", text, "waiting_bytes")
+        yield gauge("xllm:model_paused", "1 between POST /pause and POST /resume.", "is_paused")
+
+    def _server(self) -> Iterator[Metric]:
+        first = self._state.models.first.model_id
+        text = "Generating HTTP requests open."
+        yield _by_model("xllm:open_http_requests", text, {first: self._state.open_requests})
+        yield _by_model("xllm:ready", "1 when requests are taken.", {first: self._state.phase == "ready"})
         settings = self._state.settings["kv_cache"]
+        info = {key: str(settings[key]) for key in ("block_size", "enable_prefix_cache")}
         info |= {
             "cache_dtype": settings["kv_cache_dtype"],
             "gpu_memory_utilization": str(settings["max_memory_utilization"]),
             "enable_prefix_caching": info["enable_prefix_cache"],
         }
-        info["num_gpu_blocks"] = str(self._num_blocks(settings["block_size"]))
-        family = GaugeMetricFamily("vllm:cache_config_info", "The cache's settings.", labels=[*self._labels, *info])
-        family.add_metric([*self._labels.values(), *info.values()], 1)
+        names = [*LABELS, *info, "num_gpu_blocks"]
+        family = GaugeMetricFamily("vllm:cache_config_info", "The cache's settings.", labels=names)
+        for model in self._state.models:
+            num_blocks = model.ready.capacity_tokens // settings["block_size"] if model.ready else 0
+            family.add_metric([model.model_id, ENGINE, *info.values(), str(num_blocks)], 1)
         yield family
 
-    def _num_blocks(self, block_size: int) -> int:
-        ready = self._state.client.ready
-        return ready.capacity_tokens // block_size if ready else 0
-
     def _capacity(self, memory: VmmReport) -> Iterator[Metric]:
-        """How full the cache is. The whole is what KV could hold now: its pages and what may still be mapped."""
+        """How full the cache is. The whole is what a model's KV could hold now: its own pages in use, and what it may
+        still map or have of the idle prefixes of all."""
         room = memory.kv_idle + memory.kv_spare + max(0, memory.headroom)
-        whole = memory.kv_live + memory.kv_cached + room
-        share = memory.kv_live / whole if whole else 0.0
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "xllm:kv_used_bytes over xllm:kv_admissible_bytes, 0 to 1.", share
-        )
-        yield self._gauge("xllm:kv_used_bytes", "KV bytes of running requests.", memory.kv_live)
-        yield self._gauge("xllm:kv_admissible_bytes", "KV bytes that running requests could have now.", whole)
+        used = {model.model_id: self._live_bytes(memory, model) for model in self._state.models}
+        whole = {model_id: live + memory.kv_cached + room for model_id, live in used.items()}
+        share = {model_id: used[model_id] / most if most else 0.0 for model_id, most in whole.items()}
+        text = "xllm:kv_used_bytes over xllm:kv_admissible_bytes, 0 to 1."
+        yield _by_model("vllm:kv_cache_usage_perc", text, share)
+        yield _by_model("xllm:kv_used_bytes", "KV bytes of running requests.", used)
+        yield _by_model("xllm:kv_admissible_bytes", "KV bytes that running requests could have now.", whole)
         per_block = sum(int(tensor["bytes_per_block"]) for tensor in memory.tensors)
         per_token = per_block / self._state.settings["kv_cache"]["block_size"]
         tokens = GaugeMetricFamily(
             "xllm:kv_tokens",
-            "KV tokens of running requests (used), of idle prefixes (evictable), and that could be had now.",
+            "KV tokens of the first model's running requests (used), in idle prefixes (evictable), and that it could "
+            "have now.",
             labels=["state"],
         )
-        for state, nbytes in (("used", memory.kv_live), ("evictable", memory.kv_cached), ("available", room)):
+        live = used[self._state.models.first.model_id]
+        for state, nbytes in (("used", live), ("evictable", memory.kv_cached), ("available", room)):
             tokens.add_metric([state], nbytes // per_token if per_token else 0)
         yield tokens
+
+    def _live_bytes(self, memory: VmmReport, model: ServedModel) -> int:
+        is_only = len(memory.models) <= 1 and model is self._state.models.first
+        return memory.kv_live if is_only else int(memory.models.get(model.model_id, {}).get("kv_live", 0))
 
     def _pages(self, memory: VmmReport) -> Iterator[Metric]:
         yield _family(
@@ -141,14 +160,16 @@ class _StateCollector(Collector):
         text = "Bytes the system holds for a rank's pool beyond the pool's own count."
         yield _family("xllm:unaccounted_bytes", text, "rank", stray or {"0": 0})
         models = GaugeMetricFamily("xllm:model_state", "1 for the state a model is in.", labels=["model", "state"])
-        for model, facts in (memory.models or {self._state.model.model_id: {"state": "loading"}}).items():
+        for model, facts in (memory.models or {self._state.models.first.model_id: {"state": "loading"}}).items():
             models.add_metric([model, str(facts["state"])], 1)
         yield models
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        gauge = GaugeMetricFamily(name, text, labels=list(self._labels))
-        gauge.add_metric(list(self._labels.values()), value)
-        return gauge
+
+def _by_model(name: str, text: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(name, text, labels=LABELS)
+    for model_id, value in values.items():
+        gauge.add_metric([model_id, ENGINE], value)
+    return gauge
 
 
 def _family(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:

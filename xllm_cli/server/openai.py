@@ -72,14 +72,13 @@ async def _rendered(state: ServerState, http: HttpRequest, dialect: Dialect[Any]
     """What each prompt would be run as: routers hash `token_ids` to find the server that has the prefix."""
     state.serving()
     body = await read_body(http, limit=state.service.max_body_bytes)
-    asked, prompts = await tokenized(state, body, dialect)
-    tokenizer, ready = state.serving()
+    (model, tokenizer, ready), asked, prompts = await tokenized(state, body, dialect)
     number = asked.n or 1
     requests = make_requests(asked, prompts, f"render-{uuid.uuid4().hex}", ready, tokenizer)[::number]
     return [
         {
             "request_id": request.request_id,
-            "model": state.model.model_id,
+            "model": model.model_id,
             "token_ids": request.prompt_ids,
             "prompt_token_ids": request.prompt_ids,
             "prompt": tokenizer.decode(request.prompt_ids, skip_special_tokens=False),

@@ -16,6 +16,7 @@ from xllm_cli.server import metrics
 from xllm_cli.server.detokenizer import TextOptions
 from xllm_cli.server.failures import json_response
 from xllm_cli.server.generation import Generation
+from xllm_cli.server.served import Served
 from xllm_cli.server.state import ServerState
 
 
@@ -35,8 +36,8 @@ def routes(state: ServerState) -> APIRouter:
         return json_response(*state.liveness())
 
     @router.get("/health_generate")
-    async def deep_health() -> Response:
-        await _generate_one(state)
+    async def deep_health(model: str = "") -> Response:
+        await _generate_one(state, state.serving(model))
         return json_response({"status": "healthy"})
 
     @router.get("/v2/health/ready")
@@ -68,16 +69,16 @@ def routes(state: ServerState) -> APIRouter:
     return router
 
 
-async def _generate_one(state: ServerState) -> None:
+async def _generate_one(state: ServerState, served: Served) -> None:
     """Have the engine generate one token. RequestError 503 when it takes longer than it may be silent."""
-    tokenizer, ready = state.serving()
     seconds = state.service.liveness_timeout_secs
     request = Request(
         request_id=f"health-{uuid.uuid4().hex}",
-        prompt_ids=[*ready.eos_token_ids, 0][:1],
+        prompt_ids=[*served.ready.eos_token_ids, 0][:1],
         sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        model=served.ready.model_id,
     )
-    generation = Generation(state, tokenizer, [request], TextOptions(), arrived=time.monotonic())
+    generation = Generation(state.client, served, [request], TextOptions(), arrived=time.monotonic())
     try:
         async with asyncio.timeout(seconds):
             await generation.whole()

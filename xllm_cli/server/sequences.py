@@ -34,6 +34,7 @@ def make_requests(
                 choice=choice,
                 cache_salt=asked.cache_salt or "",
                 priority=asked.rank,
+                model=ready.model_id,
             )
             for choice in range(num_choices)
         )

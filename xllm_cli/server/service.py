@@ -30,8 +30,9 @@ from xllm_cli.server.keys import ApiKeys
 from xllm_cli.server.launch import EngineProcess
 from xllm_cli.server.listen import urls
 from xllm_cli.server.notify import Notifier
+from xllm_cli.server.served import Models, ServedModel
 from xllm_cli.server.signals import StopSignals
-from xllm_cli.server.state import ServedModel, ServerState
+from xllm_cli.server.state import ServerState
 
 if TYPE_CHECKING:
     from xllm_cli.server.tokenizer import Tokenizer
@@ -75,10 +76,11 @@ class Service:
         self._notifier = Notifier()
         instruments = Instruments(config.served_model_id)
         client.on_snapshot = instruments.step
-        client.on_map = lambda seconds: instruments.observe("xllm:vmm_map_seconds", seconds)
+        client.on_map = instruments.mapped
+        self._first = ServedModel(config.served_model_id, config.model.model, instruments.first)
         self._state = ServerState(
             client,
-            ServedModel.of(config.served_model_id, config.model.model),
+            Models(self._first),
             config.service,
             instruments,
             config.model_dump(mode="json"),
@@ -155,7 +157,7 @@ class Service:
         if tokenizer.chat_refusal is not None:
             logger.warning("/v1/chat/completions is off: %s", tokenizer.chat_refusal)
         stop.drains = True
-        self._state.tokenizer = tokenizer
+        self._first.tokenizer, self._first.ready = tokenizer, ready
         self._notifier.send("READY=1\nSTATUS=serving")
         memory = ready.snapshot.memory
         logger.info(
@@ -164,7 +166,7 @@ class Service:
         )  # fmt: skip
         where = " and ".join(urls(self._listener, self._config.security.ssl_certfile))
         text = (
-            f"xllm is ready on {where}: {self._state.model.model_id} ({ready.architecture}, {ready.dtype}), context "
+            f"xllm is ready on {where}: {self._first.model_id} ({ready.architecture}, {ready.dtype}), context "
             f"{ready.max_model_len} tokens, cache for {ready.capacity_tokens} tokens, "
             f"{time.monotonic() - self._started:.1f} s after the start"
         )

@@ -1,4 +1,4 @@
-"""What the routes share: the engine's client, the model's names, whether there is room. Knows no HTTP.
+"""What the routes share: the engine's client, the models, whether there is room. Knows no HTTP.
 
 Readiness has four phases: loading → ready → draining → gone. *ready* takes requests, and so does *draining* until
 `is_closed`: load balancers need a moment to notice.
@@ -6,61 +6,31 @@ Readiness has four phases: loading → ready → draining → gone. *ready* take
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from xllm_cli.core import Ready
 from xllm_cli.errors import RequestError
 from xllm_cli.flags import ServiceConfig
 from xllm_cli.server.engine_client import EngineClient
 from xllm_cli.server.instruments import Instruments
-
-if TYPE_CHECKING:
-    from xllm_cli.server.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model's name and what else it answers to."""
-
-    model_id: str
-    aliases: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, model_id: str, path: str) -> ServedModel:
-        """The path as typed is an alias, also without the slashes that URLs lose."""
-        return cls(model_id, frozenset({path, path.rstrip("/"), path.strip("/"), os.path.abspath(path)}))
-
-    def check(self, name: str | None) -> None:
-        """RequestError 404 for another model's name; none or an empty name means this model."""
-        if name and name != self.model_id and name not in self.aliases and name.rstrip("/") not in self.aliases:
-            raise RequestError(
-                f"no such model here; this server has {self.model_id}",
-                status=404,
-                code="model_not_found",
-                param="model",
-            )
+from xllm_cli.server.served import Models, Served, ServedModel
 
 
 @dataclass(slots=True)
 class ServerState:
-    """The API process as the routes see it. `tokenizer` is None until it is loaded; `settings` is the configuration
-    as it may be shown, by section and flag."""
+    """The API process as the routes see it. `settings` is the configuration as it may be shown, by section and
+    flag."""
 
     client: EngineClient
-    model: ServedModel
+    models: Models
     service: ServiceConfig
     instruments: Instruments
     settings: Mapping[str, Any]
-    tokenizer: Tokenizer | None = None
     draining: bool = False
     is_closed: bool = False
     open_requests: int = 0
-    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def phase(self) -> str:
@@ -69,21 +39,33 @@ class ServerState:
             return "gone"
         if self.draining:
             return "draining"
-        return "ready" if self.tokenizer is not None and self.client.ready is not None else "loading"
+        return "ready" if self.models.first.ready is not None else "loading"
 
-    @property
-    def model_state(self) -> str:
+    def state_of(self, model: ServedModel) -> str:
         """awake, light, deep, parked or falling asleep, as the engine last said; loading before that."""
         snapshot = self.client.snapshot
-        facts = snapshot.memory.models.get(self.model.model_id, {}) if snapshot is not None else {}
-        return str(facts.get("state", "loading" if self.client.ready is None else "awake"))
+        facts = snapshot.memory.models.get(model.model_id, {}) if snapshot is not None else {}
+        return str(facts.get("state", "loading" if model.ready is None else "awake"))
 
-    def serving(self) -> tuple[Tokenizer, Ready]:
-        """The tokenizer and the engine's description. RequestError 503 while there is none or the server stops."""
-        if self.phase in ("loading", "gone") or self.is_closed or self.tokenizer is None:
+    def is_paused(self, model: ServedModel) -> bool:
+        """Whether its requests wait for POST /resume, as the engine last said."""
+        snapshot = self.client.snapshot
+        activity = snapshot.models.get(model.model_id) if snapshot is not None else None
+        return activity is not None and activity.is_paused
+
+    def named(self, name: str | None) -> str:
+        """The id of a model that an order names; "" where it names none, and means all of them. RequestError 404."""
+        return self.models.find(name, "model_id").model_id if name else ""
+
+    def serving(self, name: str | None = None) -> Served:
+        """The model of this name, ready to be asked; none or an empty name means the first. RequestError 503 while
+        there is none or the server stops, 404 for a name that no model here has."""
+        if self.phase in ("loading", "gone") or self.is_closed:
             raise self._refusal()
-        assert self.client.ready is not None
-        return self.tokenizer, self.client.ready
+        model = self.models.find(name)
+        if model.tokenizer is None or model.ready is None:
+            raise self._refusal()
+        return Served(model, model.tokenizer, model.ready)
 
     def admit(self) -> Slot:
         """A place for one HTTP request, as `check_admission`."""
@@ -111,7 +93,7 @@ class ServerState:
         snapshot = self.client.snapshot
         if snapshot is not None and not snapshot.healthy:
             return {"status": "unhealthy", "reason": snapshot.reason}, 503
-        return {"status": "healthy", "state": self.model_state}, 200
+        return {"status": "healthy", "state": self.state_of(self.models.first)}, 200
 
     def liveness(self) -> tuple[dict[str, Any], int]:
         """The body and status of /livez: the engine lives and has been heard of lately."""

@@ -56,10 +56,10 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
     async def tokenize(request: HttpRequest) -> Response:
-        tokenizer, ready = state.serving()
+        state.serving()
         body = await read_body(request, limit=state.service.max_body_bytes)
         asked = await maybe_in_thread(len(body), partial(parse, TokenizeRequest, body))
-        state.model.check(asked.model)
+        _, tokenizer, ready = state.serving(asked.model)
         tokens = await maybe_in_thread(len(body), partial(asked.encode, tokenizer))
         texts = [tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None
         return json_response(
@@ -68,17 +68,17 @@ def routes(state: ServerState) -> APIRouter:
 
     @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
     async def detokenize(request: HttpRequest) -> Response:
-        tokenizer, _ = state.serving()
+        state.serving()
         body = await read_body(request, limit=state.service.max_body_bytes)
         asked = await maybe_in_thread(len(body), partial(parse, DetokenizeRequest, body))
-        state.model.check(asked.model)
+        tokenizer = state.serving(asked.model).tokenizer
         return json_response(
             {"prompt": await maybe_in_thread(len(body), partial(tokenizer.decode, asked.tokens, False))}
         )
 
     @router.get("/tokenizer_info")
-    async def tokenizer_info() -> Response:
-        tokenizer, ready = state.serving()
+    async def tokenizer_info(model: str = "") -> Response:
+        _, tokenizer, ready = state.serving(model)
         return json_response(
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",

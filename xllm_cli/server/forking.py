@@ -1,0 +1,184 @@
+"""The routes that read another checkpoint while the server runs. Behind the same guard as the other admin routes.
+
+    POST /fork_master     {"model_path", "model_id", "master_status": 0|1|2, …}   one more model over the same pages
+    POST /update_weights  {"model_id", "model_path"}                              other weights for a model
+
+A model is listed only when both are there: the engine's part and the tokenizer. The tokenizer is read first, since a
+model without one would be of no use to anybody. One fork at a time, so that two for one id make one model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from xllm_cli.core import Fork, UpdateWeights
+from xllm_cli.errors import ModelError, RequestError
+from xllm_cli.facts import peek
+from xllm_cli.server.failures import json_response
+from xllm_cli.server.orders import MOVE_SECONDS, answer, carry_out, command_id, fields, need_weights, schema
+from xllm_cli.server.parsing import parse
+from xllm_cli.server.served import ServedModel
+from xllm_cli.server.state import ServerState
+from xllm_cli.server.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Folder = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
+Size = Annotated[int, Field(ge=1)]
+
+
+class ForkRequest(BaseModel):
+    """POST /fork_master: the checkpoint in `model_path`, on the server's machine, served as `model_id`, by default its
+    folder's name. `master_status`: 0 awake, 1 and 2 asleep at once, as after POST /sleep."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+    model_path: Folder
+    model_id: Name | None = None
+    master_status: Literal[0, 1, 2] = 0
+    master_node_addr: str = Field("", description="of the original; one process has no meeting point")
+    nnodes: Size | None = None
+    dp_size: Size | None = None
+    remote_addrs: list[str] = []
+    src_weight_segments: list[Any] = []
+
+    @property
+    def name(self) -> str:
+        """What the model will be called; empty for a path that names no folder."""
+        return self.model_id or os.path.basename(os.path.abspath(self.model_path))
+
+
+class UpdateRequest(BaseModel):
+    """POST /update_weights: exchange a model's weights for those in `model_path`, also called `path`; left out, they
+    are read again from where they came."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+    model_id: str | None = None
+    model_path: Folder | None = None
+    path: Folder | None = None
+
+    @model_validator(mode="after")
+    def _check_path(self) -> UpdateRequest:
+        if self.path and self.model_path and self.path != self.model_path:
+            raise ValueError("path and model_path are two names of one thing: give one")
+        return self
+
+
+def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) -> APIRouter:
+    """The router over this state; `guard` refuses who may not."""
+    router = APIRouter(dependencies=[Depends(guard)])
+    one_at_a_time = asyncio.Lock()
+
+    @router.post("/fork_master", openapi_extra=schema(ForkRequest))
+    async def fork(request: HttpRequest) -> Response:
+        need_weights(state)
+        asked = parse(ForkRequest, await fields(request))
+        _refuse_what_is_missing(state, asked)
+        if (there := _existing(state, asked)) is not None:
+            return there
+        tokenizer = await asyncio.to_thread(_read_checkpoint, asked.model_path, state.settings["model"])
+        async with one_at_a_time:
+            return _existing(state, asked) or await _fork(state, asked, tokenizer)
+
+    @router.post("/update_weights", openapi_extra=schema(UpdateRequest))
+    async def update_weights(request: HttpRequest) -> Response:
+        need_weights(state)
+        asked = parse(UpdateRequest, await fields(request))
+        model = state.models.find(asked.model_id, "model_id")
+        path = asked.model_path or asked.path or ""
+        if path:
+            await asyncio.to_thread(_check_folder, path)
+        command = UpdateWeights(command_id=command_id(), model=model.model_id, model_path=path)
+        done = await carry_out(state, command, MOVE_SECONDS)
+        model.path = path or model.path
+        logger.info("%s has the weights of %s, %.1f s", model.model_id, model.path, done.seconds)
+        return answer(model.model_id, done, model_path=model.path, taken=done.taken, freed=done.freed)
+
+    return router
+
+
+def _refuse_what_is_missing(state: ServerState, asked: ForkRequest) -> None:
+    """RequestError 400 for what the original does and this server does not."""
+    for name in ("remote_addrs", "src_weight_segments"):
+        if getattr(asked, name):
+            text = (
+                f"{name}: remote weight transfer is not supported yet, it needs a fully resident pool (R12); leave it "
+                "out, and the weights are read from model_path"
+            )
+            raise RequestError(text, code="not_supported_yet", param=name)
+    for name, section in (("nnodes", "distributed"), ("dp_size", "parallel")):
+        wanted, own = getattr(asked, name), state.settings[section][name]
+        if wanted is not None and wanted > own:
+            text = f"{name} {wanted} is more than this server's own, {own}: a fork runs on its ranks; leave {name} out"
+            raise RequestError(text, code="invalid_value", param=name)
+    if not asked.name:
+        raise RequestError("model_path names no folder; give a model_id", code="invalid_value", param="model_id")
+
+
+def _existing(state: ServerState, asked: ForkRequest) -> Response | None:
+    """The answer where the id is taken; None where it is free. RequestError 409 if another checkpoint has it."""
+    model = state.models.get(asked.name)
+    if model is None:
+        return None
+    if os.path.realpath(model.path) != os.path.realpath(asked.model_path):
+        text = f"{asked.name} is a model here already, from {model.path}; give another model_id"
+        raise RequestError(text, status=409, code="model_exists", param="model_id")
+    now, snapshot = state.state_of(model), state.client.snapshot
+    physical = snapshot.memory.physical if snapshot is not None else 0
+    return json_response(
+        {
+            "model_id": model.model_id,
+            "before": now,
+            "after": now,
+            "taken": 0,
+            "milliseconds": 0,
+            "physical": physical,
+            "message": "there already, nothing done",
+        }
+    )
+
+
+def _read_checkpoint(path: str, flags: dict[str, Any]) -> Tokenizer:
+    """The tokenizer in the folder, in a thread. RequestError 400 for a folder that cannot be served."""
+    _check_folder(path)
+    parsers = {"tool_call_parser": flags["tool_call_parser"], "reasoning_parser": flags["reasoning_parser"]}
+    try:
+        return Tokenizer.from_folder(path, **parsers)
+    except ModelError as error:
+        raise RequestError(str(error), code="model_unusable", param="model_path") from error
+
+
+def _check_folder(path: str) -> None:
+    """RequestError 400 if there is no checkpoint that an engine with weights in pages could serve."""
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        missing = "has no config.json" if os.path.isdir(path) else "is no folder on the server's machine"
+        text = f"model_path {path} {missing}; it must be a model folder in the Hugging Face layout"
+        raise RequestError(text, code="model_unusable", param="model_path")
+    backend, is_hybrid = peek(path)
+    if backend not in (None, "llm"):
+        text = f"{path} needs the {backend} backend; weights in virtual memory need the LLM backend (R2)"
+        raise RequestError(text, code="model_unusable", param="model_path")
+    if is_hybrid:
+        text = f"{path} has a linear state; weights in virtual memory cannot be combined with it (R7)"
+        raise RequestError(text, code="model_unusable", param="model_path")
+
+
+async def _fork(state: ServerState, asked: ForkRequest, tokenizer: Tokenizer) -> Response:
+    command = Fork(command_id=command_id(), model=asked.name, model_path=asked.model_path, level=asked.master_status)
+    done = await carry_out(state, command, MOVE_SECONDS)
+    assert done.ready is not None, "a fork is described"
+    model = ServedModel(asked.name, asked.model_path, state.instruments.of(asked.name), tokenizer, done.ready)
+    state.models.add(model)
+    logger.info("forked %s from %s, %s, %.1f s", model.model_id, model.path, done.after, done.seconds)
+    facts = done.snapshot.memory.models.get(model.model_id, {})
+    more = {name: facts[name] for name in ("weights", "shared") if name in facts}
+    return answer(model.model_id, done, taken=done.taken, **more)

@@ -1,0 +1,93 @@
+"""What the routes share that have the engine do something: how an order is read, carried out, answered. Knows no order.
+
+The fields of an order may come in the body, as in the original, or in the query, as in vLLM.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from xllm_cli.core import Command, Done
+from xllm_cli.errors import RequestError
+from xllm_cli.server.answering import read_body
+from xllm_cli.server.failures import json_response
+from xllm_cli.server.parsing import body_schema, decode_object
+from xllm_cli.server.state import ServerState
+
+BODY_BYTES = 1 << 16
+STEP_SECONDS = 30.0  # an engine between two steps answers in milliseconds; a long prefill is a long step
+MOVE_SECONDS = 600.0  # for weights: a deep wake or a fork reads a checkpoint
+WAIT_SECONDS = 24 * 3600.0  # for open requests to end: theirs are the deadlines
+TEXTS = ("model_id", "model_path", "path")  # in a query, everything is text; these are so elsewhere, too
+
+
+def command_id() -> str:
+    """A name for one command, never used again."""
+    return uuid.uuid4().hex
+
+
+def need_weights(state: ServerState) -> None:
+    """RequestError 400 without weights in pages (R4): there is nothing then that could be moved or shared."""
+    if not state.settings["vmm"]["enable_vmm_weights"]:
+        drafted = bool(state.settings["speculative"]["draft_model"])
+        remedy = "start the server with --enable_vmm_weights=true" + (" and without --draft_model" if drafted else "")
+        text = f"sleep, wake-up and fork need weights in VMM pages: {remedy}"
+        raise RequestError(text, code="vmm_weights_required", param="enable_vmm_weights")
+
+
+async def fields(request: HttpRequest, *, besides: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Body and query as one, the query without the names in `besides`; an absent body asks for nothing in particular.
+    RequestError 400 for what is said twice, and differently."""
+    found = decode_object(await read_body(request, limit=BODY_BYTES) or b"{}")
+    for name, text in request.query_params.multi_items():
+        if name in besides:
+            continue
+        value = text if name in TEXTS else _value(text)
+        if found.setdefault(name, value) != value:
+            raise RequestError(f"{name} is given twice, and differs", code="invalid_value", param=name)
+    return found
+
+
+def _value(text: str) -> bool | int | str:
+    return {"true": True, "false": False}.get(text, int(text) if text.isdecimal() and len(text) < 10 else text)
+
+
+async def carry_out(state: ServerState, command: Command, seconds: float) -> Done:
+    """What the engine made of it. A client that goes away takes nothing back. RequestError if it could not."""
+    state.serving()
+    done = await state.client.command(command, seconds)
+    if (error := done.error) is not None:
+        raise RequestError(
+            error.message, status=error.status, code=error.code, param=error.param, retry_after=error.retry_after
+        )
+    return done
+
+
+def answer(model_id: str, done: Done, **more: Any) -> Response:
+    """The transition of a model, how long it took, and what the pool holds now."""
+    return json_response(
+        {
+            "model_id": model_id,
+            "before": done.before,
+            "after": done.after,
+            **more,
+            "milliseconds": round(done.seconds * 1000, 3),
+            "physical": done.snapshot.memory.physical,
+        }
+    )
+
+
+def schema(kind: type[BaseModel], **query: list[Any]) -> dict[str, Any]:
+    """OpenAPI of a route whose body may be left out if nothing in it is required; the query takes these values."""
+    described = body_schema(kind)
+    body = described["requestBody"]
+    body["required"] = bool(body["content"]["application/json"]["schema"].get("required"))
+    if query:
+        parameters = [{"name": name, "in": "query", "schema": {"enum": one}} for name, one in query.items()]
+        described["parameters"] = parameters
+    return described

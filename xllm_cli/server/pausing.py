@@ -1,0 +1,81 @@
+"""The routes that hold a model's requests back. Behind the same guard as the other admin routes.
+
+    POST /pause   {"mode": "keep"|"abort"|"wait", "model_id"}
+    POST /resume  {"model_id"}
+
+Without `model_id` they are about all models. A mode that is not known is a 400: the original warns in its log and
+keeps, and who meant to abort does not learn of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from xllm_cli.core import Pause, Resume
+from xllm_cli.server.failures import json_response
+from xllm_cli.server.orders import STEP_SECONDS, WAIT_SECONDS, carry_out, command_id, fields, schema
+from xllm_cli.server.parsing import parse
+from xllm_cli.server.state import ServerState
+
+MODES = ["keep", "abort", "wait"]
+
+
+class PauseRequest(BaseModel):
+    """POST /pause, in the body or the query. `mode`: what becomes of running requests: kept for later, aborted, or
+    waited for. Those that wait keep their place, new ones queue."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+    model_id: str | None = None
+    mode: Literal["keep", "abort", "wait"] = "keep"
+
+
+class ResumeRequest(BaseModel):
+    """POST /resume, in the body or the query."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+    model_id: str | None = None
+
+
+def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) -> APIRouter:
+    """The router over this state; `guard` refuses who may not."""
+    router = APIRouter(dependencies=[Depends(guard)])
+
+    @router.post("/pause", openapi_extra=schema(PauseRequest, mode=MODES))
+    async def pause(request: HttpRequest) -> Response:
+        asked = parse(PauseRequest, await fields(request))
+        model_id = state.named(asked.model_id)
+        seconds = WAIT_SECONDS if asked.mode == "wait" else STEP_SECONDS
+        command = Pause(command_id=command_id(), model=model_id, mode=asked.mode)
+        return await _change(state, command, seconds, "paused")
+
+    @router.post("/resume", openapi_extra=schema(ResumeRequest))
+    async def resume(request: HttpRequest) -> Response:
+        asked = parse(ResumeRequest, await fields(request))
+        return await _change(state, Resume(command_id(), state.named(asked.model_id)), STEP_SECONDS, "running")
+
+    return router
+
+
+async def _change(state: ServerState, command: Pause | Resume, seconds: float, status: str) -> Response:
+    """`before` and `after` by model: paused or running."""
+    before = _statuses(state)
+    done = await carry_out(state, command, seconds)
+    after = _statuses(state)
+    asked = [command.model] if command.model else list(after)
+    return json_response(
+        {
+            "status": status,
+            "models": {name: {"before": before[name], "after": after[name]} for name in asked if name in before},
+            "milliseconds": round(done.seconds * 1000, 3),
+        }
+    )
+
+
+def _statuses(state: ServerState) -> dict[str, str]:
+    return {model.model_id: "paused" if state.is_paused(model) else "running" for model in state.models}
