@@ -44,6 +44,7 @@ def test_print_config_is_one_json_object_of_typed_values(capsys: pytest.CaptureF
         "vmm_elastic": True,
         "vmm_memory_reserve_bytes": 2**30,
         "auto_wake": False,
+        "auto_sleep": False,
         "sleep_idle_seconds": 0.0,
         "vmm_neighbours_dir": "",
     }

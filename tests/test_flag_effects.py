@@ -51,6 +51,7 @@ ELSEWHERE = {
     "enable_vmm_kvcache": "test_engine::test_the_bands_of_every_report_add_up",
     "enable_vmm_weights": "test_sleep::test_asleep_it_holds_nothing_but_what_was_set_aside",
     "auto_wake": "test_sleep_habits::test_a_request_wakes_a_model_that_wakes_by_itself",
+    "auto_sleep": "test_models_pool::test_the_least_recently_used_model_sleeps_for_another",
     "sleep_idle_seconds": "test_sleep_habits::test_a_model_that_nobody_asks_goes_to_sleep",
     "vmm_elastic": "test_engine::test_memory_follows_the_load_and_goes_back_within_a_second",
     "vmm_memory_reserve_bytes": "test_engine::test_a_request_alone_without_memory_gets_503_with_the_numbers",
@@ -249,7 +250,9 @@ def test_unannounced_reasoning(tmp_path: Path) -> None:
 def test_tools_are_taken_where_calls_can_be_read(tmp_path: Path, template: str, parser: str, status: int) -> None:
     with local_state(tmp_path) as state:
         make_ready(state, tmp_path)
-        state.models.first.tokenizer = Tokenizer.from_folder(write_model(tmp_path / "m", template), tool_call_parser=parser)
+        state.models.first.tokenizer = Tokenizer.from_folder(
+            write_model(tmp_path / "m", template), tool_call_parser=parser
+        )
         body = {"messages": [{"role": "user", "content": "x"}], "tools": [WEATHER]}
         answer = call(app_of(state), "/v1/chat/completions/render", "POST", json=body)
     assert answer.status_code == status

@@ -150,8 +150,9 @@ def test_every_refusal_has_both_sides_here() -> None:
         ("C6", {"enable_in_batch_prefix_cache": True, "enable_prefix_cache": False}, True),
         ("C6", {"enable_in_batch_prefix_cache": True}, False),
         ("C7", {"auto_wake": True}, True),
+        ("C7", {"auto_sleep": True}, True),
         ("C7", {"sleep_idle_seconds": 1.0}, True),
-        ("C7", WEIGHTS | {"auto_wake": True, "sleep_idle_seconds": 1.0}, False),
+        ("C7", WEIGHTS | {"auto_wake": True, "auto_sleep": True, "sleep_idle_seconds": 1.0}, False),
     ],
 )
 def test_warning(name: str, flags: dict[str, Any], warned: bool) -> None:

@@ -28,6 +28,9 @@ class VmmConfig(Section):
     auto_wake: bool = flag(
         False, "a request wakes a sleeping model and waits for it; off answers 503 until POST /wakeup"
     )
+    auto_sleep: bool = flag(
+        False, "put the least recently used idle model to sleep when another needs its pages; best with auto_wake"
+    )
     sleep_idle_seconds: float = flag(
         0.0, "sleep (level 1) after so many seconds without requests; 0 never; best with auto_wake", low=0
     )

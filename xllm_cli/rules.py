@@ -263,9 +263,9 @@ RULES: tuple[Rule, ...] = (
         _set(enable_in_batch_prefix_cache=False), is_warning=True,
     ),
     Rule(
-        "C7", ("auto_wake", "sleep_idle_seconds", "enable_vmm_weights"),
+        "C7", ("auto_wake", "auto_sleep", "sleep_idle_seconds", "enable_vmm_weights"),
         "only a model whose weights are in virtual memory sleeps and wakes",
-        lambda c: (c["auto_wake"] or c["sleep_idle_seconds"] > 0) and not c.weights,
-        _set(auto_wake=False, sleep_idle_seconds=0.0), is_warning=True,
+        lambda c: (c["auto_wake"] or c["auto_sleep"] or c["sleep_idle_seconds"] > 0) and not c.weights,
+        _set(auto_wake=False, auto_sleep=False, sleep_idle_seconds=0.0), is_warning=True,
     ),
 )  # fmt: skip
