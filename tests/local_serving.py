@@ -18,7 +18,7 @@ from scripted_engine import EOS, VOCAB, ScriptedEngine
 
 from xllm_cli.config import make_config
 from xllm_cli.core import Ready
-from xllm_cli.engine.host import build_engine
+from xllm_cli.engine.start import build_engine
 from xllm_cli.engine.loop import Loop
 from xllm_cli.engine.parent import Parent
 from xllm_cli.server.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ class ScriptedServing(LocalServing):
     """The engine does what a prompt tells it."""
 
     def _build(self, model: Path) -> Ready:
-        (self._folder / "config.json").write_text(json.dumps({"model": {"model": str(model)}}))
+        (self._folder / "config.json").write_text(json.dumps({"model": {"model": str(model), "model_id": "tiny"}}))
         return Ready(
             model_id="tiny", architecture="Tiny", dtype="float32", max_model_len=4096, vocab_size=VOCAB,
             eos_token_ids=(EOS,), capacity_tokens=4096, snapshot=SNAPSHOT,

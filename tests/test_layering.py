@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.sizes": {*LEAVES, "cache", "engine", "vmm"},
     # the two files that put an engine together
     "engine.parts": {*LEAVES, "cache", "engine", "worker", "vmm", "models", "loading", "neighbours"},
-    "engine.host": {*LEAVES, "facts", "cache", "worker", "vmm", "models", "loading", "neighbours"},
+    "engine.start": {*LEAVES, "facts", "cache", "worker", "vmm", "models", "loading", "neighbours"},
     "llm": {*LEAVES, "config", "engine", "server", "vmm"},
     "cache": {"core", "errors", "_blocks"},
     "worker": {*LEAVES, "vmm", "models", "loading", "transfer"},

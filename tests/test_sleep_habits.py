@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from test_sleep import GREEDY, answers, code_of, open_llm, submit
 
 from xllm_cli.engine.slumber import Bed
+from xllm_cli.errors import RequestError
 from xllm_cli.vmm.driver import FaultyDriver, open_driver
 
 
@@ -25,16 +28,32 @@ def test_a_request_that_can_never_be_served_wakes_nobody() -> None:
         assert answer.error is not None and answer.error.status == 400 and llm.engine.model_state == "light"
 
 
-def test_without_memory_to_wake_the_request_is_told_the_numbers() -> None:
+def test_without_memory_to_wake_the_request_waits() -> None:
     driver = FaultyDriver(open_driver("cpu", page_bytes=4096))
     with open_llm("elastic", driver=driver, phy_page_granularity_size=4096, auto_wake=True) as llm:
         expected = answers(llm)
         llm.engine.sleep(Bed(1))
         driver.reset_counts()
-        driver.fail("create", 1, True)
+        for attempt in (1, 2, 3):
+            driver.fail("create", attempt, True)
+        assert answers(llm) == expected and driver.counts()["create"] > 3
+
+
+def test_a_request_that_waited_in_vain_for_a_model_to_wake_is_told_the_numbers() -> None:
+    driver = FaultyDriver(open_driver("cpu", page_bytes=4096))
+    flags = {"phy_page_granularity_size": 4096, "auto_wake": True, "memory_wait_seconds": 0.2}
+    with open_llm("elastic", driver=driver, **flags) as llm:
+        expected = answers(llm)
+        llm.engine.sleep(Bed(1))
+        driver.reset_counts()
+        for attempt in range(1, 100):
+            driver.fail("create", attempt, True)
         (answer,) = llm.generate([[1, 2]], GREEDY)
         assert answer.error is not None and (answer.error.status, answer.error.retry_after) == (503, 1)
         assert answer.error.code == "weights_memory_unavailable" and llm.engine.model_state == "light"
+        while driver.counts()["create"] < 100:
+            with suppress(RequestError):
+                llm.engine.wake()
         assert answers(llm) == expected
 
 

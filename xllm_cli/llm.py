@@ -17,7 +17,7 @@ import msgspec
 from xllm_cli.config import make_config
 from xllm_cli.core import ErrorInfo, FinishReason, Output, Request, SamplingParams, Snapshot, TokenLogprob
 from xllm_cli.engine.engine import Engine
-from xllm_cli.engine.host import build_engine
+from xllm_cli.engine.start import build_engine
 from xllm_cli.server.tokenizer import Tokenizer
 from xllm_cli.vmm.driver import Driver
 

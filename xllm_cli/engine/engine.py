@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import Output, Request, Snapshot, StepEvents, StepPlan, StepResult
@@ -24,6 +25,7 @@ from xllm_cli.errors import RequestError
 from xllm_cli.neighbours.peers import PeerCounters
 from xllm_cli.worker.group import Group
 from xllm_cli.worker.sampler import philox
+from xllm_cli.worker.sharing import Loaded
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ class Engine:
         self._notices = Notices(clock)
         self._slumber = Slumber(cache, group.weights, habits)
         self._late: list[Output] = []  # of requests that a command ended, for the next step's events
+        self.is_paused = False
+        self.gives_way = False  # admits nobody, so that another model gets its turn
 
     # --- between steps
 
@@ -69,8 +73,6 @@ class Engine:
         try:
             self._check_state(request.request_id)
             max_tokens = self._admission.check(request)
-            if not self._slumber.is_awake:
-                self.wake()
         except RequestError as error:
             return refusal(request.request_id, error)
         self._arrivals += 1
@@ -110,6 +112,8 @@ class Engine:
         With nothing to run it still looks at memory, and gives back what is due: neighbours come and go.
         """
         self._rest_if_tired()
+        self._wake_if_asked()
+        self._scheduler.closed_by = self._closed_by()
         ended, self._late = self._late, []
         ended += self._follow_grammars()
         for _ in range(2):
@@ -160,7 +164,7 @@ class Engine:
 
     def seconds_until_due(self) -> float | None:
         """How long the loop may sleep: 0 while rows run, None if nothing is due before a message comes."""
-        if self._has_run and (self._scheduler.running or self._scheduler.waiting):
+        if self._has_run and (self._scheduler.running or (self._scheduler.waiting and not self.is_paused)):
             return 0.0  # what waits may have got the slot or the memory of those that just ended
         if self._scheduler.running and self._guided:
             return 0.0  # the step itself waits for grammars
@@ -232,7 +236,7 @@ class Engine:
     def fall_asleep(self) -> None:
         """Go through with a sleep that waited for requests, if none is left. RequestError as sleep()."""
         if self._slumber.falling is not None and not self._sequences:
-            self._slumber.fall_asleep(self._slumber.falling, self._leave_pages)
+            self._slumber.fall_asleep(self._slumber.falling, self.leave_pages)
             self.look()
 
     def wake(self) -> None:
@@ -240,10 +244,64 @@ class Engine:
         self._slumber.wake(self._clock())
         self.look()
 
-    def _leave_pages(self) -> None:
+    def _wake_if_asked(self) -> None:
+        """Somebody waits for a model that wakes by itself: try, now and then until there is memory."""
+        now = self._clock()
+        if not self.has_work or self.is_paused or not self._slumber.may_stir(now):
+            return
+        try:
+            self.wake()
+        except RequestError as error:
+            self._slumber.put_off(error, now)
+
+    def doze(self) -> None:
+        """Sleep, with a copy, although requests may wait, so that another model can have the memory. Nothing may run.
+        RequestError 503 if the device keeps a page."""
+        assert not self._scheduler.running
+        self._slumber.fall_asleep(Bed(1), self.leave_pages)
+        self.look()
+
+    def leave_pages(self) -> None:
         """Let pages that no block needs go, at once; those that stay are tried again later, as always."""
-        plan = self._scheduler.plan(self._clock())
+        plan = self._scheduler.plan_pages(self._clock())
         self._scheduler.commit(plan, self._execute(plan))
+
+    def pause(self, mode: Mode | Literal["keep"] = "keep") -> None:
+        """Run nothing until resume(). What runs is preempted (keep), aborted with all that waits, or runs to its end
+        (wait): is_running tells when that is."""
+        self.is_paused = True
+        if mode == "keep":
+            self._scheduler.preempt_all()
+        elif mode == "abort":
+            error = RequestError("the request was ended by a pause", status=503, code="paused", retry_after=1)
+            self._late += self.abort_all(error)
+
+    def resume(self) -> None:
+        """End a pause. What waits goes on with the next step."""
+        self.is_paused = False
+
+    @property
+    def is_running(self) -> bool:
+        """A request has been admitted and goes on."""
+        return bool(self._scheduler.running)
+
+    def _closed_by(self) -> str:
+        """What keeps newcomers from being admitted; "" if they are."""
+        if self._slumber.is_asleep:
+            return "the weights"
+        if self.is_paused:
+            return "a pause"
+        return "another model" if self.gives_way else ""
+
+    def exchange(self, loaded: Loaded) -> None:
+        """Go on with these weights, of a model of the same form: nothing computed with the old ones is used again,
+        what runs is computed anew. The old ones are let go."""
+        self._scheduler.preempt_all()
+        self._cache.forget_all()
+        self._group.exchange(loaded)
+        self._slumber.exchange(loaded.weights)
+        self._reporter.weights = loaded.weights
+        self.look()
 
     def look(self) -> None:
         """See now, not with the next step, what is free: somebody gave memory back."""
@@ -281,7 +339,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The state as of now."""
-        return self._reporter.snapshot(self._scheduler, self._slumber.state)
+        return self._reporter.snapshot(self._scheduler, self._slumber.state, is_paused=self.is_paused)
 
     @property
     def has_work(self) -> bool:
@@ -323,7 +381,8 @@ class Engine:
         """Without rows or page changes a step may still help: a request waits for memory, which may have come, or
         an elastic rank keeps handles that the device did not take back."""
         surplus = self._cache.limits.elastic and any(seen.free_handles for seen in self._cache.observations)
-        return bool(self._scheduler.running or self._scheduler.waiting) or surplus
+        waits = bool(self._scheduler.running or self._scheduler.waiting) and not self.is_paused
+        return waits or surplus
 
     def _expire(self) -> list[Output]:
         """503 for the head of the queue once nothing has run during memory_wait_seconds of its own waiting.
@@ -331,7 +390,7 @@ class Engine:
         One a step: the next may need less. If it does not fit either, it has waited as long and need not start anew.
         """
         scheduler = self._scheduler
-        if scheduler.running or not scheduler.waiting:
+        if scheduler.running or not scheduler.waiting or self.is_paused or self.gives_way:
             self._starved_since = None
             return []
         now, head = self._clock(), scheduler.waiting[0]
@@ -343,4 +402,5 @@ class Engine:
         if now - since < self._limits.memory_wait_seconds:
             return []
         self.abort(head.request.request_id)
-        return [refusal(head.request.request_id, self._admission.shortage(head, self._scheduler.pace.shortage))]
+        error = self._slumber.put_off_by or self._admission.shortage(head, self._scheduler.pace.shortage)
+        return [refusal(head.request.request_id, error)]

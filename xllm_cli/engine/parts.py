@@ -5,9 +5,10 @@ Owns what each part is made of; host.py owns the order. Knows no requests and no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from xllm_cli.cache.manager import CacheManager
 from xllm_cli.cache.options import CacheOptions
 from xllm_cli.core import CacheSpec
 from xllm_cli.engine.sizes import CacheSize, cache_limits
+from xllm_cli.errors import MemoryShortage
 from xllm_cli.flags import Config
 from xllm_cli.loading import open_checkpoint
 from xllm_cli.models.ops.base import WeightMemory
@@ -28,6 +30,7 @@ from xllm_cli.vmm.weights import WeightArena
 from xllm_cli.worker.device import Device
 from xllm_cli.worker.group import LocalGroup
 from xllm_cli.worker.kv_store import KvStore, PhysicalKvStore, VirtualKvStore
+from xllm_cli.worker.sharing import Loaded, WeightsShare
 from xllm_cli.worker.weights import Weights, copy_of
 from xllm_cli.worker.worker import Worker
 
@@ -42,7 +45,8 @@ Progress = Callable[[str], None]
 class Start:
     """What every phase of a start uses. What it opens is entered in `opened`, and closed again should a later fail.
 
-    `pool` holds the pages of KV and weights, None where neither lives in pages.
+    `pool` holds the pages of KV and weights, None where neither lives in pages. A model that joins others in it has
+    their `limits` and `stamps`, and a `twin` if one of them comes from the same checkpoint: it shares its weights.
     """
 
     config: Config
@@ -51,13 +55,23 @@ class Start:
     pool: PagePool | None
     progress: Progress
     opened: ExitStack
+    stamps: Iterator[int] = field(default_factory=lambda: count(1))
+    limits: Limits | None = None
+    twin: Loaded | None = None
+
+    def beside(self, first: Limits, path: str, model_id: str, twin: Loaded | None, opened: ExitStack) -> Start:
+        """The start of another model in the same pool, under the caps of the `first`."""
+        model = self.config.model.model_copy(update={"model": path, "model_id": model_id})
+        config = self.config.model_copy(update={"model": model})
+        limits = replace(first, limit=None, own_limit=None)
+        return replace(self, config=config, opened=opened, limits=limits, twin=twin)
 
 
 class Rank(NamedTuple):
     """What a rank is made of."""
 
     model: Model
-    weights: Weights | None
+    weights: WeightsShare | None
     spec: CacheSpec
     size: CacheSize
 
@@ -72,12 +86,23 @@ def open_pool(config: Config, device: Device, driver: Driver, opened: ExitStack)
     return pool
 
 
-def load_model(start: Start) -> tuple[Model, Weights | None]:
+def load_model(start: Start) -> tuple[Model, WeightsShare | None]:
     """The model, and its weights apart where they live in pages."""
-    pool, device = start.pool, start.device
-    if pool is None or not start.config.vmm.enable_vmm_weights:
+    if start.pool is None or not start.config.vmm.enable_vmm_weights:
         return _read_model(start, None), None
-    info = start.driver.info()
+    return load_weights(start, start.pool)
+
+
+def load_weights(start: Start, pool: PagePool) -> Loaded:
+    """The model in pages of its own, or of the twin's. Awake: WeightsError, MemoryShortage or ModelError if that cannot
+    be."""
+    if start.twin is not None:
+        model, weights = start.twin.model, WeightsShare(start.twin.weights.weights)
+        start.opened.callback(weights.close)
+        if short := weights.wake(keep_free=_keep_free(start)):
+            raise MemoryShortage(f"no memory for {weights.nbytes} bytes of weights: {short}")
+        return Loaded(model, weights)
+    device = start.device
     with closing(open_checkpoint(start.config.model.model)) as checkpoint:
         nbytes = RESERVED_PER_BYTE * checkpoint.num_bytes + RESERVED_BESIDES  # addresses; pages come as they are filled
     arena = WeightArena(
@@ -86,12 +111,18 @@ def load_model(start: Start) -> tuple[Model, Weights | None]:
         min(nbytes, device.largest_range or nbytes),
         device=device.dlpack,
         fence=device.fence,
-        keep_free=floor_bytes(info.total, Limits(arena_bytes=0, ratio=start.config.kv_ratio, host=device.is_host)),
+        keep_free=_keep_free(start),
     )
     start.opened.callback(arena.close)
     model = _read_model(start, arena)
     start.progress("copying weights")
-    return model, Weights(arena, pool, reload=lambda memory: _read_again(start, memory), backup=copy_of(arena))
+    made = Weights(arena, pool, reload=lambda memory: _read_again(start, memory), backup=copy_of(arena))
+    return Loaded(model, WeightsShare(made))
+
+
+def _keep_free(start: Start) -> int:
+    limits = Limits(arena_bytes=0, ratio=start.config.kv_ratio, host=start.device.is_host)
+    return floor_bytes(start.driver.info().total, limits)
 
 
 def _read_model(start: Start, memory: WeightMemory | None) -> Model:
@@ -109,14 +140,15 @@ def open_cache(start: Start, rank: Rank) -> CacheManager:
     """The books of its KV, and of the weights that share the device with it."""
     flags, page_bytes = start.config.kv_cache, start.driver.info().page_bytes
     in_pages = 0 if rank.weights is None else rank.weights.nbytes
+    limits = start.limits if start.config.vmm.enable_vmm_kvcache else None
     cache = CacheManager(
         rank.spec,
-        limits=cache_limits(start.config, rank.size, is_host=start.device.is_host, weights=in_pages),
+        limits=limits or cache_limits(start.config, rank.size, is_host=start.device.is_host, weights=in_pages),
         page_bytes=page_bytes if start.config.vmm.enable_vmm_kvcache else None,
         prefix_seed=flags.xxh3_128bits_seed if flags.enable_prefix_cache else None,
         num_blocks=rank.size.num_blocks,
         spare_pages=SPARE_BYTES // page_bytes,
-        options=CacheOptions(padding=start.device.pads_rows),
+        options=CacheOptions(padding=start.device.pads_rows, stamps=start.stamps),
     )
     cache.set_weights(mapped=in_pages, on_device=in_pages or rank.model.weight_bytes)
     return cache
@@ -136,6 +168,8 @@ def open_group(start: Start, rank: Rank) -> LocalGroup:
         weights=rank.weights,
     )
     group = LocalGroup(worker)
+    if start.pool is not None:
+        start.pool.share()  # the store closes it
     start.opened.callback(group.close)
     return group
 

@@ -50,7 +50,10 @@ def run(runtime_dir: Path, death_fd: int) -> int:
 
     try:
         progress("importing torch")
-        from xllm_cli.engine.host import build_engine, join  # brings torch: seconds, and the server should hear of them
+        from xllm_cli.engine.start import (
+            build_engine,
+            join,
+        )  # brings torch: seconds, and the server should hear of them
 
         engine, ready = build_engine(config, progress)
         _keep_for_good()

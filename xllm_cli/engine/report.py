@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from msgspec.structs import asdict, astuple
 
 from xllm_cli.cache.manager import CacheManager
-from xllm_cli.core import Counters, Snapshot, VmmReport
+from xllm_cli.core import Counters, ModelActivity, Snapshot, VmmReport
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.neighbours.peers import PeerCounters
-from xllm_cli.worker.weights import Weights
+from xllm_cli.worker.sharing import WeightsShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class MemoryFacts:
 class Reporter:
     """Makes a Snapshot after every step: constant work, whatever the cache holds."""
 
-    def __init__(self, cache: CacheManager, facts: MemoryFacts, weights: Weights | None = None) -> None:
+    def __init__(self, cache: CacheManager, facts: MemoryFacts, weights: WeightsShare | None = None) -> None:
         """`weights`: the model's, where they live in pages."""
         self._cache = cache
         self._facts = facts
-        self._weights = weights
+        self.weights = weights
         self._before = Counters()
         self.peers = PeerCounters()
 
@@ -45,16 +45,26 @@ class Reporter:
         self._before = Counters()
         self._before = self._counters(scheduler)
 
-    def snapshot(self, scheduler: Scheduler, model_state: str = "awake") -> Snapshot:
+    def snapshot(self, scheduler: Scheduler, model_state: str = "awake", *, is_paused: bool = False) -> Snapshot:
         """Everything the outside may ask, as of now."""
         counters = self._counters(scheduler)
-        return Snapshot(
-            memory=self._memory(counters, model_state),
+        activity = ModelActivity(
             counters=counters,
+            state=model_state,
+            is_paused=is_paused,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             waiting_for=scheduler.waiting_for,
             waiting_bytes=scheduler.short_bytes if scheduler.waiting_for == "memory" else 0,
+        )
+        return Snapshot(
+            memory=self._memory(counters, model_state),
+            counters=counters,
+            num_running=activity.num_running,
+            num_waiting=activity.num_waiting,
+            waiting_for=activity.waiting_for,
+            waiting_bytes=activity.waiting_bytes,
+            models={self._facts.model_id: activity},
             healthy=self._cache.is_healthy,
             reason="" if self._cache.is_healthy else "a page stays mapped after three unmaps",
         )
@@ -84,8 +94,8 @@ class Reporter:
         # a physical cache has no handles: it holds exactly what it was given at the start
         physical = seen.owned + (0 if facts.has_virtual_kv else bands["mapped"])
         weights, parked = 0, 0
-        if self._weights is not None:
-            weights, parked = self._weights.mapped_bytes, self._weights.parked_bytes
+        if self.weights is not None:
+            weights, parked = self.weights.mapped_bytes, self.weights.parked_bytes
         bands["mapped"] += weights
         return VmmReport(
             device=facts.device,

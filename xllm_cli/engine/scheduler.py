@@ -31,6 +31,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order, which is by arrival unless requests have priorities
         self.totals = Totals()
         self.waiting_for = ""
+        self.closed_by = ""  # why nobody is admitted; "" while newcomers are
         self.pace = Pace(limits.tokens)
         self._cache = cache
         self._limits = limits
@@ -72,6 +73,18 @@ class Scheduler:
         rows = tuple(entry.row for entry in draft.entries)
         short = self.short_bytes if self._cache.headroom().limited_by == "free_memory" else 0
         return StepPlan(step=draft.step, delta=delta, rows=rows, keep_free=self._cache.keep_free(), short=short)
+
+    def plan_pages(self, now: float) -> StepPlan:
+        """A step without rows, whoever could run: only what pages are due."""
+        self.totals.steps += 1
+        self._draft = Draft(self.totals.steps, now, 0, 0)
+        delta = self._cache.plan_delta(now)
+        return StepPlan(step=self.totals.steps, delta=delta, rows=(), keep_free=self._cache.keep_free())
+
+    def preempt_all(self) -> None:
+        """Whatever runs gives its blocks back and waits, ahead of newcomers."""
+        while self.running:
+            self._preempt(self.running[-1], self._draft)
 
     @property
     def short_bytes(self) -> int:
@@ -138,6 +151,9 @@ class Scheduler:
             self._preempt(self.running[-1], draft)
 
     def _admit(self, draft: Draft) -> None:
+        if self.waiting and self.closed_by:
+            self.waiting_for = self.closed_by
+            return
         promised = None  # blocks that running prefills are still to get; counted once, a burst may admit hundreds
         while self.waiting and len(self.running) < self._limits.sequences:
             sequence = self.waiting[0]

@@ -60,6 +60,14 @@ def size_cache(
     return CacheSize(arena, blocks, pages)
 
 
+def size_beside(limits: Limits, spec: CacheSpec, largest_range: int | None = None) -> CacheSize:
+    """Addresses for the KV of a model that joins others in a fixed pool: all of it may be this model's one day."""
+    blocks = limits.arena_bytes // spec.bytes_per_block
+    if largest_range is not None:
+        blocks = min(blocks, largest_range // max(tensor.bytes_per_block for tensor in spec.tensors))
+    return CacheSize(limits.arena_bytes, blocks)
+
+
 def _check_one_block(spec: CacheSpec, info: DriverInfo, room: int) -> None:
     if room < spec.bytes_per_block:
         raise MemoryShortage(

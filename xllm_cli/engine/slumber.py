@@ -14,10 +14,12 @@ from typing import Literal
 
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.errors import RequestError
-from xllm_cli.worker.weights import Weights, WeightsError
+from xllm_cli.worker.sharing import WeightsShare
+from xllm_cli.worker.weights import WeightsError
 
 Mode = Literal["refuse", "wait", "abort"]
 RETRY_SECONDS = 1
+STIR_SECONDS = 0.05  # between two tries to wake for a request that waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,14 @@ NO_HABITS = Habits()
 class Slumber:
     """The states of one model's weights as requests meet them. `weights` None: they are ordinary and never sleep."""
 
-    def __init__(self, cache: CacheManager, weights: Weights | None, habits: Habits = NO_HABITS) -> None:
+    def __init__(self, cache: CacheManager, weights: WeightsShare | None, habits: Habits = NO_HABITS) -> None:
         self._cache = cache
         self._weights = weights
         self._habits = habits
         self._idle_since: float | None = None  # of the engine's clock; None while requests are open
         self._missing, self._missing_until = 0, 0.0
+        self._stirs_at = 0.0
+        self.put_off_by: RequestError | None = None  # why it could not wake for a request the last time
         self.falling: Bed | None = None  # asleep as soon as nothing runs
 
     @property
@@ -67,12 +71,36 @@ class Slumber:
         """Requests may be taken and run."""
         return self.state == "awake"
 
+    @property
+    def is_asleep(self) -> bool:
+        """No row can run: not even those of requests that are waited for."""
+        return self._weights is not None and self._weights.state != "awake"
+
     def refusal(self) -> RequestError | None:
-        """Why a request cannot be taken now; None while awake, or if it is the request that wakes it."""
+        """Why a request cannot be taken now; None while awake, or if it wakes by itself: then the request waits."""
         if self.is_awake or (self._habits.auto_wake and self.falling is None):
             return None
         text = f"the model is asleep ({self.state}); POST /wakeup wakes it"
         return RequestError(text, status=503, code="model_sleeping", retry_after=RETRY_SECONDS)
+
+    def may_stir(self, now: float) -> bool:
+        """It sleeps, wakes by itself, and has not just tried in vain."""
+        return self.is_asleep and self._habits.auto_wake and now >= self._stirs_at
+
+    def put_off(self, error: RequestError, now: float) -> None:
+        """It could not wake for this reason: the next try comes a little later."""
+        self.put_off_by = error
+        self._stirs_at = now + STIR_SECONDS
+
+    def exchange(self, weights: WeightsShare) -> None:
+        """These are the weights from now on, awake."""
+        self._weights = weights
+        self._tell_cache(weights)
+
+    @property
+    def lacking(self) -> int:
+        """Bytes that the last wake-up lacked; 0 once awake."""
+        return self._missing if self.put_off_by is not None else 0
 
     def seconds_until_tired(self, now: float, *, is_busy: bool) -> float | None:
         """How long until it goes to sleep by itself if no request comes; None if it will not."""
@@ -124,18 +152,33 @@ class Slumber:
         if weights.state == "awake":
             raise RequestError("the model is already awake", status=409, code="already_awake")
         try:
-            short = weights.wake(keep_free=self._cache.keep_free())
+            short = self._beyond_caps(weights) or weights.wake(keep_free=self._cache.keep_free())
         except WeightsError as error:
             text = f"the weights could not be brought back: {error}; the model is still {_asleep(weights.state)}"
             raise RequestError(text, status=503, code="wake_failed", retry_after=RETRY_SECONDS) from error
         finally:
             self._tell_cache(weights)
+        self.put_off_by = None
         if short:
-            seen = self._cache.observations[0]
-            self._missing = max(0, weights.nbytes + self._cache.keep_free() - seen.free)
+            self._missing = self._bytes_missing(weights)
             self._missing_until = now + RETRY_SECONDS
             text = f"no memory for {weights.nbytes} bytes of weights: {short}"
             raise RequestError(text, status=503, code="weights_memory_unavailable", retry_after=RETRY_SECONDS)
+
+    def _beyond_caps(self, weights: WeightsShare) -> str:
+        """Why the caps on all models together leave no room for the weights, whatever is free; "" if they do."""
+        room = self._cache.room_for_weights()
+        if weights.mapped_bytes or weights.parked_bytes or weights.nbytes <= room:
+            return ""
+        return f"the arena and --max_memory_utilization leave {max(0, room)} bytes beside what other models hold"
+
+    def _bytes_missing(self, weights: WeightsShare) -> int:
+        """What somebody has to give up so that the weights fit."""
+        seen = self._cache.observations[0]
+        free = seen.free_handles
+        if self._cache.limits.elastic:
+            free += seen.free - self._cache.keep_free()
+        return max(self._cache.page_bytes, weights.nbytes - min(free, self._cache.room_for_weights()))
 
     def missing_bytes(self, now: float) -> int:
         """What a wake-up of a moment ago lacked of the device's free memory."""
@@ -152,7 +195,7 @@ class Slumber:
         finally:
             self._tell_cache(self._weights)
 
-    def _need_weights(self) -> Weights:
+    def _need_weights(self) -> WeightsShare:
         if self._weights is None:  # R4
             raise RequestError(
                 "sleep, wake-up and fork need weights in VMM pages: start the server with --enable_vmm_weights=true",
@@ -161,9 +204,11 @@ class Slumber:
             )
         return self._weights
 
-    def _tell_cache(self, weights: Weights) -> None:
+    def _tell_cache(self, weights: WeightsShare) -> None:
         """Asleep or not, the weights' pages are counted where they are; room for them when they wake is not kept."""
-        self._cache.set_weights(mapped=weights.mapped_bytes, on_device=weights.nbytes)
+        mapped = weights.mapped_bytes
+        asleep = weights.nbytes - min(mapped, weights.nbytes)
+        self._cache.set_weights(mapped=mapped, on_device=weights.nbytes, asleep=asleep)
 
 
 def _asleep(state: str) -> str:

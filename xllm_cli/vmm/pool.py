@@ -95,6 +95,7 @@ class PagePool:
         self.is_fixed = fixed_pages is not None
         self.last_shortage = ""
         self._driver = driver
+        self._users = 0
         self._owned: set[int] = set()
         self._free: list[int] = []  # rising: adjacent pages together, so that runs of them share a kernel mapping
         self._lock = DeviceLock(lock_path) if lock_path is not None else None
@@ -151,13 +152,23 @@ class PagePool:
         usage = self._driver.usage()
         assert len(self._owned) <= usage["handles"], "an owned handle is unknown to the driver"
 
-    def close(self) -> None:
-        """Destroy the free handles, of a fixed pool too. Handles still taken stay with the driver."""
+    def share(self) -> PagePool:
+        """The pool for one user more of several, each of whom closes it."""
+        self._users += 1
+        return self
+
+    def close(self) -> bool:
+        """Whoever is alone, or the last to share it, destroys the free handles, of a fixed pool too. False if handles
+        are still taken then: they stay with the driver."""
+        self._users -= 1
+        if self._users > 0:
+            return True
         if self._free:
             self._destroy_free()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        return not self._owned
 
     def _create(self, count: int, keep_free: int) -> bool:
         if self.is_fixed:

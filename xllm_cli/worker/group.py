@@ -9,7 +9,7 @@ from typing import Protocol
 
 from xllm_cli.core import Observation, StepPlan, StepResult
 from xllm_cli.worker.graphs import GraphOptions
-from xllm_cli.worker.weights import Weights
+from xllm_cli.worker.sharing import Loaded, WeightsShare
 from xllm_cli.worker.worker import Worker
 
 
@@ -29,8 +29,12 @@ class Group(Protocol):
         ...
 
     @property
-    def weights(self) -> Weights | None:
+    def weights(self) -> WeightsShare | None:
         """The model's parameters on every rank, where they can sleep; None where they are ordinary tensors."""
+        ...
+
+    def exchange(self, loaded: Loaded) -> None:
+        """Compute with these weights from now on; the ones before are let go. No step is under way."""
         ...
 
     def close(self) -> bool:
@@ -61,9 +65,13 @@ class LocalGroup:
         return self._worker.observe()
 
     @property
-    def weights(self) -> Weights | None:
+    def weights(self) -> WeightsShare | None:
         """See Group."""
         return self._worker.weights
+
+    def exchange(self, loaded: Loaded) -> None:
+        """See Group."""
+        self._worker.exchange(loaded)
 
     def close(self) -> bool:
         """See Group."""

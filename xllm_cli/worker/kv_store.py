@@ -177,8 +177,7 @@ class VirtualKvStore:
             freed, _ = arena.unmap([page for page in range(arena.num_pages) if arena.is_mapped(page)])
             self._pool.give(freed)
         closed = all([arena.close() for arena in self._arenas])
-        self._pool.close()
-        return closed and not self._pool.owned
+        return self._pool.close() and closed
 
 
 class PhysicalKvStore:
@@ -224,10 +223,7 @@ class PhysicalKvStore:
     def close(self) -> bool:
         """See KvStore."""
         closed = all([r.close() for r in self._ranges])
-        if self._pool is None:
-            return closed
-        self._pool.close()
-        return closed and not self._pool.owned
+        return (self._pool is None or self._pool.close()) and closed
 
 
 def _by_tensor(pages: Iterable[PageRef]) -> dict[int, list[int]]:

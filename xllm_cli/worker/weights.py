@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -30,6 +30,15 @@ log = logging.getLogger(__name__)
 
 State = Literal["awake", "light", "deep", "parked"]
 LEVELS: dict[int, State] = {1: "light", 2: "deep"}
+
+
+class User(Protocol):
+    """A name under which the weights are used, see sharing.py."""
+
+    @property
+    def state(self) -> State:
+        """What it sleeps in."""
+        ...
 
 
 class WeightsError(XllmError):
@@ -64,6 +73,7 @@ class Weights:
         self._reload = reload
         self._backup = backup
         self.state: State = "awake"
+        self.users: list[User] = []
 
     @property
     def nbytes(self) -> int:

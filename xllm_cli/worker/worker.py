@@ -22,7 +22,7 @@ from xllm_cli.worker.inputs import build_batch
 from xllm_cli.worker.kv_store import KvStore
 from xllm_cli.worker.memory import MemoryObserver
 from xllm_cli.worker.sampler import sample, score
-from xllm_cli.worker.weights import Weights
+from xllm_cli.worker.sharing import Loaded, WeightsShare
 
 
 class _Ran(NamedTuple):
@@ -48,11 +48,12 @@ class Worker:
         block_size: int,
         num_blocks: int,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
-        weights: Weights | None = None,
+        weights: WeightsShare | None = None,
     ) -> None:
         self._guard = guard
         self.weights = weights
         self._graphs: DecodeGraphs | None = None
+        self._captured: GraphOptions | None = None
         self._model = model
         self._store = store
         self._observer = observer
@@ -64,6 +65,7 @@ class Worker:
 
         MemoryShortage if the device has no memory for them.
         """
+        self._captured = options
         graphs = DecodeGraphs(self._model, self._layers, options)
         try:
             with self._guard():
@@ -137,6 +139,19 @@ class Worker:
     def _forward(self, batch: Batch) -> torch.Tensor:
         logits = None if self._graphs is None else self._graphs.forward(batch)
         return self._model.forward(batch, self._layers) if logits is None else logits
+
+    def exchange(self, loaded: Loaded) -> None:
+        """Run another model of the same form from now on; steps that were captured are captured anew, with its
+        addresses. The weights of the old one are let go."""
+        if self._graphs is not None:
+            self._graphs.close()
+            self._graphs = None
+        old, self.weights = self.weights, loaded.weights
+        self._model = loaded.model
+        if old is not None:
+            old.close()
+        if self._captured is not None:
+            self.capture(self._captured)
 
     def close(self) -> bool:
         """Drop graphs and views, then the store; False if pages or views are still in use."""

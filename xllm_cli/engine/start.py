@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import Ready, Request, SamplingParams
@@ -26,17 +28,18 @@ from xllm_cli.engine.parts import (
 )
 from xllm_cli.engine.report import MemoryFacts, Reporter
 from xllm_cli.engine.scheduler import Scheduler
-from xllm_cli.engine.sizes import CacheSize, check_capacity, serving_limits, size_cache, step_limits
+from xllm_cli.engine.sizes import CacheSize, check_capacity, serving_limits, size_beside, size_cache, step_limits
 from xllm_cli.engine.slumber import Habits
 from xllm_cli.errors import DeviceError, MemoryShortage
 from xllm_cli.facts import resolve_device
 from xllm_cli.flags import Config
-from xllm_cli.models.registry import load_config
+from xllm_cli.models.registry import Model, load_config
 from xllm_cli.neighbours.peers import Neighbours
 from xllm_cli.vmm.driver import Driver, VmmError, VmmShortage
 from xllm_cli.worker.device import open_device
 from xllm_cli.worker.graphs import GraphOptions, graph_sizes
 from xllm_cli.worker.group import LocalGroup
+from xllm_cli.worker.sharing import Loaded
 
 log = logging.getLogger("xllm.engine")
 
@@ -45,32 +48,56 @@ WARM_UP_SECONDS = 20.0
 WARM_UP_ID = "warm-up"
 
 
+class Built(NamedTuple):
+    """A warmed-up engine, what to tell clients of it, and what others in its pool may share or must know."""
+
+    engine: Engine
+    ready: Ready
+    cache: CacheManager
+    loaded: Loaded | None
+
+
 def build_engine(config: Config, progress: Progress, driver: Driver | None = None) -> tuple[Engine, Ready]:
-    """A warmed-up engine and what to tell clients of it. `driver` replaces the device's own (tests wrap it).
+    """An engine of one model. `driver` replaces the device's own (tests wrap it).
 
     Raises ModelError, DeviceError or MemoryShortage; nothing stays behind then.
     """
-    with ExitStack() as opened:
-        try:
-            built = _build(config, progress, driver, opened)
-        except VmmShortage as error:
-            raise MemoryShortage(
-                f"the device has no room for the KV cache: {error}. Lower --max_memory_utilization or --max_cache_size"
-            ) from error
-        except VmmError as error:
-            raise DeviceError(f"the device failed while the KV cache was set up: {error}") from error
+    _, built = build_first(config, progress, driver)
+    return built.engine, built.ready
+
+
+def build_first(config: Config, progress: Progress, driver: Driver | None = None) -> tuple[Start, Built]:
+    """As build_engine, and what other models in the same pool start from."""
+    with ExitStack() as opened, explained():
+        progress("opening the device")
+        device = open_device(resolve_device(config.model.device), config)
+        driver = driver or device.open_driver()
+        start = Start(config, device, driver, open_pool(config, device, driver, opened), progress, opened)
+        built = build(start)
         opened.pop_all()  # the engine closes them from here on
-        return built
+        return start, built
 
 
-def _build(config: Config, progress: Progress, driver: Driver | None, opened: ExitStack) -> tuple[Engine, Ready]:
-    progress("reading the model's configuration")
+@contextmanager
+def explained() -> Iterator[None]:
+    """What the device refuses while an engine is built leaves as a MemoryShortage or DeviceError."""
+    try:
+        yield
+    except VmmShortage as error:
+        raise MemoryShortage(
+            f"the device has no room for the KV cache: {error}. Lower --max_memory_utilization or --max_cache_size"
+        ) from error
+    except VmmError as error:
+        raise DeviceError(f"the device failed while the KV cache was set up: {error}") from error
+
+
+def build(start: Start) -> Built:
+    """One model's engine. What it opens stays in `start.opened`: the engine closes it, too."""
+    config, device = start.config, start.device
+    start.progress("reading the model's configuration")
     model_config = load_config(config.model.model)
-    progress("opening the device")
-    device = open_device(resolve_device(config.model.device), config)
-    driver = driver or device.open_driver()
-    start = Start(config, device, driver, open_pool(config, device, driver, opened), progress, opened)
-    cache, group, size = _open_model(start)
+    parts = _open_model(start)
+    cache, group = parts.cache, parts.group
     cache.observe(group.observe())
     check_capacity(cache, model_config.max_positions)
     engine = Engine(
@@ -78,15 +105,15 @@ def _build(config: Config, progress: Progress, driver: Driver | None, opened: Ex
         cache,
         group,
         limits=serving_limits(config, model_config.max_positions, model_config.vocab_size),
-        reporter=Reporter(cache, _facts(start, size), group.weights),
+        reporter=Reporter(cache, _facts(start, parts.size), group.weights),
         habits=Habits(config.vmm.auto_wake, config.vmm.sleep_idle_seconds),
         grammars=Grammars(config.model.model, vocab_size=model_config.vocab_size, end_ids=model_config.eos_token_ids),
     )
-    progress("warming up")
+    start.progress("warming up")
     warm_up(engine, model_config.max_positions)
     _capture_graphs(start, group, model_config.max_positions)
     cache.observe(group.observe())
-    return engine, Ready(
+    ready = Ready(
         model_id=config.served_model_id,
         architecture=model_config.architecture,
         dtype=model_config.resolve_dtype(config.model.dtype),
@@ -96,6 +123,8 @@ def _build(config: Config, progress: Progress, driver: Driver | None, opened: Ex
         capacity_tokens=cache.possible_tokens(),
         snapshot=engine.snapshot(),
     )
+    loaded = None if group.weights is None else Loaded(parts.model, group.weights)
+    return Built(engine, ready, cache, loaded)
 
 
 def join(config: Config) -> Neighbours:
@@ -108,16 +137,26 @@ def join(config: Config) -> Neighbours:
         raise DeviceError(f"{folder} cannot be used: {error}; free it or set --vmm_neighbours_dir") from error
 
 
-def _open_model(start: Start) -> tuple[CacheManager, LocalGroup, CacheSize]:
+class _Parts(NamedTuple):
+    model: Model
+    cache: CacheManager
+    group: LocalGroup
+    size: CacheSize
+
+
+def _open_model(start: Start) -> _Parts:
     """Weights first: what is left is the cache's."""
     config, device = start.config, start.device
     start.progress("loading weights")
     model, weights = load_model(start)
     start.progress("reserving the KV cache")
     spec = model.cache_spec(config.kv_cache.block_size)
-    size = size_cache(config, spec, start.driver.info(), device.largest_range, is_host=device.is_host)
+    if start.limits is not None and config.vmm.enable_vmm_kvcache and not config.has_elastic_kv:
+        size = size_beside(start.limits, spec, device.largest_range)
+    else:
+        size = size_cache(config, spec, start.driver.info(), device.largest_range, is_host=device.is_host)
     rank = Rank(model, weights, spec, size)
-    return open_cache(start, rank), open_group(start, rank), size
+    return _Parts(model, open_cache(start, rank), open_group(start, rank), size)
 
 
 def _facts(start: Start, size: CacheSize) -> MemoryFacts:

@@ -1,0 +1,112 @@
+"""One model's parameters under several names: each name sleeps and wakes by itself, the pages go with the last and come
+with the first.
+
+    the names   awake   light        the pages are as the shallowest name wants them: here they stay,
+    the pages   awake                and waking the second name moves nothing
+
+Owns who uses which weights and what each wants. How pages move is the business of Weights.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from xllm_cli.models.registry import Model
+from xllm_cli.worker.weights import LEVELS, State, Weights
+
+DEPTH: dict[State, int] = {"awake": 0, "parked": 1, "light": 2, "deep": 3}
+
+
+class WeightsShare:
+    """The weights as one name has them: the same verbs, states and errors as Weights, for this name alone."""
+
+    def __init__(self, weights: Weights) -> None:
+        """The pages come if they are not there. WeightsError if they cannot."""
+        self._weights = weights
+        self._wanted: State = "awake" if weights.state == "awake" else "light"
+        weights.users.append(self)
+
+    @property
+    def weights(self) -> Weights:
+        """What is shared: the same object for every name."""
+        return self._weights
+
+    @property
+    def state(self) -> State:
+        """What this name sleeps in; deeper than asked for where the device refused to take a step back."""
+        return max(self._wanted, self._weights.state, key=DEPTH.__getitem__)
+
+    @property
+    def is_shared(self) -> bool:
+        """Another name uses them, too."""
+        return len(self._weights.users) > 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pages that the parameters need when awake, shared or not."""
+        return self._weights.nbytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of pages mapped now."""
+        return self._weights.mapped_bytes
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of pages set aside now."""
+        return self._weights.parked_bytes
+
+    def park(self) -> None:
+        """awake → parked. See Weights."""
+        assert self.state == "awake"
+        self._move("parked")
+
+    def sleep(self, level: int) -> None:
+        """awake or parked → light (1) or deep (2); from light to deep, too. See Weights."""
+        assert self.state != "deep" and level in LEVELS
+        self._move(LEVELS[level])
+
+    def _move(self, wanted: State) -> None:
+        """The pages follow the shallowest of all names."""
+        others = [user.state for user in self._weights.users if user is not self]
+        target = min([wanted, *others], key=DEPTH.__getitem__)
+        if DEPTH[target] > DEPTH[self._weights.state]:
+            self._weights.park() if target == "parked" else self._weights.sleep(DEPTH[target] - 1)
+        self._wanted = wanted
+
+    def give_up(self) -> int:
+        """parked → light: somebody needs the pages. Returns the bytes that left: none while another name parks, too."""
+        if self.state != "parked":
+            return 0
+        before = self.parked_bytes
+        self._move("light")
+        return before - self.parked_bytes
+
+    def wake(self, *, keep_free: int = 0) -> str:
+        """→ awake; see Weights. Nothing moves if another name is awake."""
+        short = "" if self._weights.state == "awake" else self._weights.wake(keep_free=keep_free)
+        if not short:
+            self._wanted = "awake"
+        return short
+
+    def check(self) -> None:
+        """Assert that the pages are as the shallowest name wants them; for tests."""
+        self._weights.check()
+        states = [user.state for user in self._weights.users]
+        shallowest = min(states, key=DEPTH.__getitem__)
+        assert shallowest == self._weights.state, f"names are {states}, and the pages {self._weights.state}"
+
+    def close(self) -> bool:
+        """Let go; the last name gives everything back. False if a page or a tensor is still in use then. Doing it twice
+        changes nothing."""
+        if self not in self._weights.users:
+            return True
+        self._weights.users.remove(self)
+        return bool(self._weights.users) or self._weights.close()
+
+
+class Loaded(NamedTuple):
+    """A model and its weights as one name has them."""
+
+    model: Model
+    weights: WeightsShare
