@@ -75,6 +75,6 @@ class Serving:
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.http.close()
         self.process.kill()
-        self.process.wait(10)
-        _, alive = psutil.wait_procs(children, timeout=5)
+        self.process.wait(30)
+        _, alive = psutil.wait_procs(children, timeout=30)
         assert not alive, "the engine outlived its server"

@@ -69,7 +69,7 @@ class Server:
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, pattern: str, seconds: float = 20) -> re.Match[str]:
+    def wait_for(self, pattern: str, seconds: float = 60) -> re.Match[str]:
         """The first match in what the server says; fails when it ends or says nothing of the kind in time."""
         deadline = time.monotonic() + seconds
         while (match := re.search(pattern, self.text(), re.MULTILINE)) is None:
@@ -84,10 +84,10 @@ class Server:
 
     def gauge(self, name: str) -> float:
         """A value of /metrics by the beginning of its line."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
         return float(next(line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith(name)))
 
-    def wait_idle(self, seconds: float = 2) -> None:
+    def wait_idle(self, seconds: float = 30) -> None:
         """Until the engine runs nothing and no HTTP request is open."""
         deadline = time.monotonic() + seconds
         while self.gauge("vllm:num_requests_running") or self.gauge("xllm:open_http_requests"):
@@ -98,8 +98,8 @@ class Server:
         """Kill the server if it runs; its engine must end by itself."""
         children = psutil.Process(self.process.pid).children() if self.process.poll() is None else []
         self.process.kill()
-        self.process.wait(10)
-        _, alive = psutil.wait_procs(children, timeout=5)
+        self.process.wait(30)
+        _, alive = psutil.wait_procs(children, timeout=30)
         assert not alive, "the engine outlived its server"
 
 
@@ -142,13 +142,13 @@ def open_stream(server: Server, prompt: str, **fields: Any) -> socket.socket:
     """A raw connection with a request on it, so that the test can go away as rudely as it likes."""
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": prompt, "max_tokens": 100, **fields}).encode()
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=30)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

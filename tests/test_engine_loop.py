@@ -51,7 +51,7 @@ def test_an_idle_engine_sees_a_neighbour_and_gives_its_cached_pages_back():
         llm.generate([[1] * 400], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
         before = llm.memory()
         neighbour = driver.create((driver.info().free - 60 * MIB) // 65536)  # 64 MiB must stay free
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while llm.memory()["kv_cached"] and time.monotonic() < deadline:
             llm.idle()
         after = llm.memory()
@@ -66,7 +66,7 @@ def test_all_that_waited_without_memory_are_refused_without_waiting_in_turn():
     flags = {**FLAGS, "vmm_memory_reserve_bytes": 300 * MIB, "memory_wait_seconds": 1}
     llm = LLM(tiny_checkpoint("llama"), driver=driver, **flags)
     started = time.monotonic()
-    answers = llm.generate([[1] * 8] * 5, SamplingParams(max_tokens=2))
+    answers = llm.generate([[1] * 8] * 20, SamplingParams(max_tokens=2))
     assert {answer.error.code for answer in answers} == {"kv_memory_unavailable"}
-    assert 1 <= time.monotonic() - started < 4
+    assert 1 <= time.monotonic() - started < 15
     assert llm.close()

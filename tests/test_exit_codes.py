@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -83,10 +82,10 @@ def test_143_when_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
     with serving(tmp_path, write_model(tmp_path / "model")) as server:
         stream = open_stream(server.wait_ready(), script(endless=True, delay=0.05), stream=True)
         wait_until(lambda: server.gauge("vllm:num_requests_running") == 1)
-        for _ in range(2):
-            server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.1)
-        assert server.process.wait(5) == 143
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("stopping: 1 requests are open")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 143
         stream.close()
 
 

@@ -16,7 +16,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_engine import CONTEXT
+from scripted_models import CONTEXT
 from scripted_server import Server, ask, error_of, open_stream, script, serving, streamed, wait_until, write_model
 from stream_grammar import check_stream
 
@@ -315,7 +315,7 @@ def test_a_client_that_goes_is_forgotten_by_the_engine(server: Server, fields: d
     assert mute or not fields.get("stream") or connection.recv(12) == b"HTTP/1.1 200"
     wait_until(lambda: mute or server.gauge("vllm:num_requests_running") == running)
     connection.close()
-    server.wait_idle(seconds=1)
+    server.wait_idle()
 
 
 def test_a_body_that_never_arrives_takes_no_place(server: Server, http: httpx.Client) -> None:
@@ -348,7 +348,7 @@ def test_a_client_that_does_not_read_stalls_nobody(http: httpx.Client, server: S
         started = time.monotonic()
         assert http.get("/health").status_code == 200
         assert ask(http, "hello").status_code == 200
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 10
     stalled.close()
     server.wait_idle()
 
@@ -364,9 +364,9 @@ def test_a_second_signal_ends_the_process_at_once(server: Server) -> None:
     """The last test of the shared server."""
     stream = open_stream(server, script(endless=True, delay=0.05), stream=True)
     wait_until(lambda: server.gauge("vllm:num_requests_running") == 1)
-    for _ in range(2):
-        server.process.send_signal(signal.SIGINT)
-        time.sleep(0.1)
-    assert server.process.wait(2) == 130
+    server.process.send_signal(signal.SIGINT)
+    server.wait_for("stopping: 1 requests are open")
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(30) == 130
     assert list(server.runtime.iterdir()) == []
     stream.close()

@@ -49,7 +49,7 @@ def test_a_stop_drains_and_leftover_streams_get_an_error(tmp_path: Path, model: 
             assert error_of(ask(http, "late"))["code"] == "shutting_down"
             assert short.result().choices[0].text == "x" * 10
             assert (endless.result().error or {})["code"] == "shutting_down"
-        assert server.process.wait(5) == 0
+        assert server.process.wait(30) == 0
         lines = server.log.read_text().splitlines()
         assert sum("stopping: 2 requests are open" in line for line in lines) == 1 and "] stopped, " in lines[-1]
         assert list(server.runtime.iterdir()) == []
@@ -64,7 +64,7 @@ def test_streams_learn_that_the_engine_died(tmp_path: Path, model: Path) -> None
             stream = streamed(http, script(say="hello", at=2, die=75))
             assert stream.choices[0].text == "he" and (stream.error or {})["code"] == "engine_dead"
             assert (other.result().error or {})["code"] == "engine_dead"
-        assert server.process.wait(5) == 75
+        assert server.process.wait(30) == 75
         assert server.text().rstrip().splitlines()[-1] == "error: rank 1 was lost"
         assert list(server.runtime.iterdir()) == []
 
@@ -91,7 +91,7 @@ def test_an_engine_outlives_its_killed_server_by_seconds_at_most(tmp_path: Path,
         server.wait_for("loading: weights")
         engine = engine_of(server)
         server.process.kill()
-        engine.wait(5)
+        engine.wait(30)
     (left,) = server.runtime.iterdir()
     with serving(tmp_path, model, liveness_timeout_secs=1) as server:
         server.wait_ready()
@@ -100,13 +100,13 @@ def test_an_engine_outlives_its_killed_server_by_seconds_at_most(tmp_path: Path,
         wait_until(lambda: server.gauge("vllm:num_requests_running") == 1)
         engine = engine_of(server)
         engine.suspend()
-        wait_until(lambda: httpx.get(f"{server.url}/livez").status_code == 503, seconds=3)
+        wait_until(lambda: httpx.get(f"{server.url}/livez").status_code == 503)
         assert error_of(httpx.get(f"{server.url}/health_generate"))["code"] == "engine_stuck"
         engine.resume()
         assert httpx.get(f"{server.url}/health_generate").json() == {"status": "healthy"}
         wait_until(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
         server.process.kill()
-        engine.wait(5)
+        engine.wait(30)
         stream.close()
 
 
@@ -130,7 +130,7 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
     """The socket of a service manager that wants to hear every 0.2 s."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
-        listener.settimeout(20)
+        listener.settimeout(30)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "200000")
         monkeypatch.setenv("XLLM_API_KEY", "secret-environment")
@@ -138,7 +138,7 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
 
 
 def hear(listener: socket.socket, wanted: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while wanted not in listener.recv(4096).decode():
         assert time.monotonic() < deadline, wanted
 
@@ -169,8 +169,8 @@ def test_a_service_with_tls_keys_and_a_killed_engine(
                 stream = pool.submit(streamed, http, script(endless=True, delay=0.02))
                 wait_until(lambda: http.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 1)
                 engine.send_signal(signal.SIGKILL)
-                assert (stream.result(5).error or {})["code"] == "engine_dead"
-        assert server.process.wait(5) == 1
+                assert (stream.result(30).error or {})["code"] == "engine_dead"
+        assert server.process.wait(30) == 1
     assert "the engine was ended by SIGKILL" in server.text().splitlines()[-1]
     assert "secret" not in server.text() and not pid_file.exists() and not list(server.runtime.iterdir())
     assert "GET /v1/models 401" in server.text() and "GET /health" not in server.text()

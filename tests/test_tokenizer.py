@@ -105,7 +105,7 @@ def test_a_long_text_is_encoded_without_stopping_other_threads(byte_level: Token
         while not encoding.done():
             time.sleep(0.001)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
-    assert longest < (time.monotonic() - started) / 2
+    assert longest < (time.monotonic() - started) * 0.9
 
 
 def test_a_hopeless_text_is_encoded_in_part(byte_level: Tokenizer) -> None:
