@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 import httpx
 from checkpoints import tiny_checkpoint
 from local_app import SNAPSHOT, app_of, local_state
-from scripted_engine import EOS, VOCAB, ScriptedEngine
+from scripted_engine import ScriptedEngine
+from scripted_models import EOS, VOCAB
 
 from xllm_cli.config import make_config
 from xllm_cli.core import Ready
-from xllm_cli.engine.start import build_engine
 from xllm_cli.engine.loop import Loop
 from xllm_cli.engine.parent import Parent
+from xllm_cli.engine.start import build_engine
 from xllm_cli.server.tokenizer import Tokenizer
 
 Result = TypeVar("Result")

@@ -9,6 +9,9 @@ It speaks the same messages over the same sockets as the real engine. A prompt t
     garble   send bytes that are no message there         mute    say nothing more
     endless  never end                                    delay   seconds between steps
     per_step tokens in each output                        logprobs are made up: -(token id) / 100
+
+Requests to a model that sleeps are refused, to one that is paused they wait. What becomes of its models, and how, is in
+scripted_models.py.
 """
 
 from __future__ import annotations
@@ -19,34 +22,31 @@ import os
 import select
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
+from scripted_models import ScriptedModel, ScriptedModels
 
 from xllm_cli.core import (
     Abort,
-    Counters,
     ErrorInfo,
     Fatal,
     FromEngine,
     Heartbeat,
     Loading,
     Output,
-    Ready,
     Request,
     Shutdown,
     Snapshot,
     StepEvents,
     ToEngine,
     TokenLogprob,
-    VmmReport,
 )
-from xllm_cli.server.tokenizer import Tokenizer
-
-CONTEXT, VOCAB, EOS = 512, 320, 257
+from xllm_cli.errors import RequestError
 
 
 @dataclass
@@ -54,6 +54,7 @@ class Running:
     """One request and how far its script is."""
 
     request: Request
+    model: ScriptedModel
     script: dict[str, Any]
     tokens: list[int]
     done: int = 0
@@ -63,8 +64,8 @@ class Running:
 class ScriptedEngine:
     def __init__(self, folder: Path, death_fd: int) -> None:
         config = json.loads((folder / "config.json").read_text())
-        self.tokenizer = Tokenizer.from_folder(config["model"]["model"])
-        self.model_id = config["model"].get("model_id") or Path(config["model"]["model"]).name
+        path = Path(config["model"]["model"])
+        self.models = ScriptedModels(config["model"].get("model_id") or path.name, path)
         context = zmq.Context()
         self.inbox, self.outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self.outbox.linger = 500  # ms: last words reach a living server, a dead one keeps nobody
@@ -73,14 +74,15 @@ class ScriptedEngine:
         self.death_fd = death_fd
         self.running: dict[str, Running] = {}
         self.next_beat = 0.0
-        self.counters = {"generation_tokens": 0, "prompt_tokens_computed": 0, "steps": 0}
 
     def send(self, message: FromEngine) -> None:
         self.outbox.send(msgspec.msgpack.encode(message))
 
     def serve(self) -> None:
         while True:
-            delay = min((job.due - time.monotonic() for job in self.running.values()), default=0.1)
+            delay = min(
+                (job.due - time.monotonic() for job in self.running.values() if not job.model.is_paused), default=0.1
+            )
             self.inbox.poll(1000 * min(1, max(0, delay)))
             self.live_or_exit()
             if time.monotonic() >= self.next_beat:
@@ -97,28 +99,39 @@ class ScriptedEngine:
     def take(self, message: ToEngine) -> None:
         match message:
             case Request():
-                self.running[message.request_id] = self.start(message)
+                try:
+                    self.running[message.request_id] = self.start(message)
+                except RequestError as error:
+                    info = ErrorInfo(error.message, error.status, error.code, retry_after=error.retry_after)
+                    refused = Output(request_id=message.request_id, finish="error", error=info)
+                    self.send(StepEvents(outputs=[refused]))
             case Abort(request_id=request_id):
                 self.running.pop(request_id, None)
                 self.send(StepEvents(outputs=[], snapshot=self.snapshot()))
             case Shutdown():
                 sys.exit(0)
+            case _:
+                self.send(self.models.carry_out(message))
 
     def start(self, request: Request) -> Running:
-        text = self.tokenizer.decode(request.prompt_ids)
+        model = self.models.find(request.model)
+        if model.state != "awake":
+            raise RequestError("the model is asleep", status=503, code="model_sleeping", retry_after=1)
+        text = model.tokenizer.decode(request.prompt_ids)
         start, end = text.find("{"), text.rfind("}")
         script = json.loads(text[start : end + 1]) if 0 <= start < end else {}
         say = script.get("say", text)
-        tokens = say if isinstance(say, list) else self.tokenizer.encode(say, add_special_tokens=False)
-        self.counters["prompt_tokens_computed"] += len(request.prompt_ids)
-        return Running(request, script, tokens[: request.sampling.max_tokens])
+        tokens = say if isinstance(say, list) else model.tokenizer.encode(say, add_special_tokens=False)
+        model.counters["prompt_tokens_computed"] += len(request.prompt_ids)
+        return Running(request, model, script, tokens[: request.sampling.max_tokens])
 
     def step(self) -> None:
         now = time.monotonic()
-        ready = [job for job in self.running.values() if job.due <= now]
+        ready = [job for job in self.running.values() if job.due <= now and not job.model.is_paused]
         outputs = [output for job in ready if (output := self.advance(job)) is not None]
         if outputs:
-            self.counters["steps"] += 1
+            for model in {job.model.model_id: job.model for job in ready}.values():
+                model.counters["steps"] += 1
             self.send(StepEvents(outputs=outputs, snapshot=self.snapshot()))
 
     def advance(self, job: Running) -> Output | None:
@@ -127,12 +140,12 @@ class ScriptedEngine:
         if job.done >= script.get("at", 1 << 30):
             return self.misbehave(job)
         if script.get("endless"):
-            tokens, finish = self.tokenizer.encode("x") * script.get("per_step", 1), None
+            tokens, finish = job.model.tokenizer.encode("x") * script.get("per_step", 1), None
         else:
             tokens = job.tokens[job.done : job.done + script.get("per_step", 1)]
             finish = script.get("finish", "length") if job.done + len(tokens) >= len(job.tokens) else None
         job.done += len(tokens)
-        self.counters["generation_tokens"] += len(tokens)
+        job.model.counters["generation_tokens"] += len(tokens)
         if finish:
             del self.running[request_id]
         wants, prompt_wants = job.request.sampling.logprobs, job.request.sampling.prompt_logprobs
@@ -162,11 +175,8 @@ class ScriptedEngine:
         return None
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(
-            memory=VmmReport(mapped=1 << 21, kv_idle=1 << 21, possible=1 << 22, ranks=[{"mapped": 1 << 21}]),
-            counters=Counters(**self.counters),
-            num_running=len(self.running),
-        )
+        self.models.count_running(Counter(job.model.model_id for job in self.running.values()))
+        return self.models.snapshot()
 
 
 def main() -> None:
@@ -184,18 +194,7 @@ def main() -> None:
     if options.fatal is not None:
         engine.send(Fatal("the model needs 9 bytes and 8 are free", options.fatal))
         sys.exit(options.fatal)
-    engine.send(
-        Ready(
-            model_id=engine.model_id,
-            architecture="Scripted",
-            dtype="float32",
-            max_model_len=CONTEXT,
-            vocab_size=VOCAB,
-            eos_token_ids=(EOS,),
-            capacity_tokens=CONTEXT,
-            snapshot=engine.snapshot(),
-        )
-    )
+    engine.send(engine.models.first.ready(engine.snapshot()))
     engine.serve()
 
 

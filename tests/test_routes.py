@@ -15,7 +15,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_engine import CONTEXT
+from scripted_models import CONTEXT
 from scripted_server import Server, ask, error_of, open_stream, script, serving, wait_until, write_model
 
 pytestmark = pytest.mark.server

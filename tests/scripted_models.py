@@ -1,0 +1,176 @@
+"""The named models of the scripted engine: what commands do to them, and how they look in a snapshot.
+
+A model folder's config.json may hold a script: {"script": {"error": [status, code], "delay": seconds}} is what a fork
+or an update from it comes to.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xllm_cli.core import (
+    Command,
+    Counters,
+    Done,
+    ErrorInfo,
+    Fork,
+    ModelActivity,
+    Pause,
+    Ready,
+    Resume,
+    SetLimit,
+    Sleep,
+    Snapshot,
+    UpdateWeights,
+    VmmReport,
+    Wake,
+)
+from xllm_cli.errors import RequestError
+from xllm_cli.server.tokenizer import Tokenizer
+
+CONTEXT, VOCAB, EOS = 512, 320, 257
+MIB = 1 << 20
+STATES = ("awake", "light", "deep")
+
+
+@dataclass
+class ScriptedModel:
+    """One model; it holds 4 MiB of weights while awake."""
+
+    model_id: str
+    path: Path
+    state: str = "awake"
+    is_paused: bool = False
+    limit: int | None = None
+    num_running: int = 0
+    counters: dict[str, int] = field(
+        default_factory=lambda: {"generation_tokens": 0, "prompt_tokens_computed": 0, "steps": 0}
+    )
+
+    def __post_init__(self) -> None:
+        self.tokenizer = Tokenizer.from_folder(self.path)
+
+    @property
+    def script(self) -> dict[str, Any]:
+        return script_of(self.path)
+
+    def ready(self, snapshot: Snapshot) -> Ready:
+        return Ready(
+            model_id=self.model_id, architecture="Scripted", dtype="float32", max_model_len=CONTEXT, vocab_size=VOCAB,
+            eos_token_ids=(EOS,), capacity_tokens=CONTEXT, snapshot=snapshot,
+        )  # fmt: skip
+
+    def activity(self) -> ModelActivity:
+        return ModelActivity(
+            counters=Counters(**self.counters), state=self.state, is_paused=self.is_paused, num_running=self.num_running
+        )
+
+    def facts(self) -> dict[str, int | str]:
+        return {
+            "state": self.state,
+            "kv_mapped": 2 * MIB,
+            "kv_live": MIB * self.num_running,
+            "weights": 4 * MIB if self.state == "awake" else 0,
+            **({} if self.limit is None else {"limit": self.limit}),
+        }
+
+
+def script_of(folder: str | Path) -> dict[str, Any]:
+    script: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text()).get("script", {})
+    return script
+
+
+class ScriptedModels:
+    """All models, the first one first; `limit` is that of all together."""
+
+    def __init__(self, model_id: str, path: Path) -> None:
+        self.first = ScriptedModel(model_id, path)
+        self._models = {model_id: self.first}
+        self.limit: int | None = None
+
+    def find(self, model_id: str) -> ScriptedModel:
+        if model_id and model_id not in self._models:
+            raise RequestError("the engine has no such model", status=404, code="model_not_found")
+        return self._models[model_id] if model_id else self.first
+
+    def count_running(self, running: Mapping[str, int]) -> None:
+        for name, model in self._models.items():
+            model.num_running = running.get(name, 0)
+
+    def carry_out(self, command: Command) -> Done:
+        """As the engine answers; what a command takes is told in MiB of weights."""
+        started, error, ready, model = time.monotonic(), None, None, None
+        held, before = self.weights(), ""
+        try:
+            if isinstance(command, Fork):
+                model, ready = self.fork(command)
+            else:
+                model = self.find(command.model)
+                before = model.state
+                self.change(model, command)
+        except RequestError as refused:
+            error = ErrorInfo(refused.message, refused.status, refused.code, refused.param, refused.retry_after)
+        change, after = self.weights() - held, "" if model is None else model.state
+        return Done(
+            command_id=command.command_id, seconds=time.monotonic() - started, snapshot=self.snapshot(),
+            freed=max(0, -change), taken=max(0, change), before=before, after=after, error=error, ready=ready,
+        )  # fmt: skip
+
+    def fork(self, command: Fork) -> tuple[ScriptedModel, Ready]:
+        self.play(command.model_path)
+        if command.model not in self._models:
+            made = ScriptedModel(command.model, Path(command.model_path), STATES[command.level])
+            self._models[command.model] = made
+        model = self._models[command.model]
+        return model, model.ready(self.snapshot())
+
+    def play(self, path: str | Path) -> None:
+        script = script_of(path)
+        time.sleep(script.get("delay", 0))
+        if "error" in script:
+            status, code = script["error"]
+            raise RequestError("what it lacks, with numbers", status=status, code=code, retry_after=1)
+
+    def change(self, model: ScriptedModel, command: Command) -> None:
+        every = [model] if command.model else self._models.values()
+        match command:
+            case Sleep(level=level, park=park):
+                self.move(model, "parked" if park else STATES[level])
+            case Wake():
+                self.move(model, "awake")
+            case UpdateWeights(model_path=path):
+                self.play(path or model.path)
+                model.path = Path(path or model.path)
+            case Pause() | Resume():
+                for one in every:
+                    one.is_paused = isinstance(command, Pause)
+            case SetLimit(bytes=nbytes):
+                whose: ScriptedModel | ScriptedModels = model if command.model else self
+                whose.limit = nbytes
+
+    def move(self, model: ScriptedModel, state: str) -> None:
+        if model.state == state:
+            code = "already_awake" if state == "awake" else "already_asleep"
+            raise RequestError(f"the model is already {state}", status=409, code=code)
+        model.state = state
+
+    def weights(self) -> int:
+        return sum(int(model.facts()["weights"]) for model in self._models.values())
+
+    def snapshot(self) -> Snapshot:
+        models = self._models
+        totals = {name: sum(m.counters[name] for m in models.values()) for name in self.first.counters}
+        live = sum(int(model.facts()["kv_live"]) for model in models.values())
+        memory = VmmReport(
+            mapped=2 * MIB, kv_idle=2 * MIB, kv_live=live, possible=4 * MIB, limit=self.limit, weights=self.weights(),
+            ranks=[{"mapped": 2 * MIB}], models={name: model.facts() for name, model in models.items()},
+        )  # fmt: skip
+        return Snapshot(
+            memory=memory, counters=Counters(**totals), num_running=sum(m.num_running for m in models.values()),
+            models={name: model.activity() for name, model in models.items()},
+        )  # fmt: skip
