@@ -166,9 +166,10 @@ class ScriptedModels:
         models = self._models
         totals = {name: sum(m.counters[name] for m in models.values()) for name in self.first.counters}
         live = sum(int(model.facts()["kv_live"]) for model in models.values())
+        mapped = 2 * MIB + live + self.weights()
         memory = VmmReport(
-            mapped=2 * MIB, kv_idle=2 * MIB, kv_live=live, possible=4 * MIB, limit=self.limit, weights=self.weights(),
-            ranks=[{"mapped": 2 * MIB}], models={name: model.facts() for name, model in models.items()},
+            mapped=mapped, kv_idle=2 * MIB, kv_live=live, possible=4 * MIB, limit=self.limit, weights=self.weights(),
+            ranks=[{"mapped": mapped}], models={name: model.facts() for name, model in models.items()},
         )  # fmt: skip
         return Snapshot(
             memory=memory, counters=Counters(**totals), num_running=sum(m.num_running for m in models.values()),
