@@ -19,9 +19,10 @@ from scripted_models import EOS, VOCAB
 
 from xllm_cli.config import make_config
 from xllm_cli.core import Ready
+from xllm_cli.engine.host import Host
 from xllm_cli.engine.loop import Loop
 from xllm_cli.engine.parent import Parent
-from xllm_cli.engine.start import build_engine
+from xllm_cli.engine.start import build_first
 from xllm_cli.server.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -47,15 +48,15 @@ class LocalServing:
             model=str(model), dtype="float32", block_size=16, enable_vmm_kvcache=True, vmm_elastic=True,
             max_cache_size=16 << 20,
         )  # fmt: skip
-        self._engine, ready = build_engine(config, lambda phase: None)
-        return ready
+        self._host = Host(*build_first(config, lambda phase: None))
+        return self._host.ready
 
     def _run(self) -> None:
         parent = Parent(self._folder, self._death[0])
         parent.send(self._ready)
-        Loop(self._engine, parent).run()
+        Loop(self._host, parent).run()
         parent.close()
-        assert self._engine.close()
+        assert self._host.close()
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         """The whole answer; a stream is read to its end."""

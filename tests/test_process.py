@@ -222,7 +222,7 @@ def in_thread(
     events = bound(context, zmq.PULL, tmp_path / "from_engine", receive_queue=1)
     parent = Parent(tmp_path, read_end)
     with LLM(tiny_checkpoint("llama"), **FLAGS) as llm, ThreadPoolExecutor(1) as pool:
-        serving = pool.submit(Loop(llm.engine, parent).run)
+        serving = pool.submit(Loop(llm.host, parent).run)
         try:
             yield InThread(llm.engine, parent, requests, events)
         finally:

@@ -17,7 +17,8 @@ import msgspec
 from xllm_cli.config import make_config
 from xllm_cli.core import ErrorInfo, FinishReason, Output, Request, SamplingParams, Snapshot, TokenLogprob
 from xllm_cli.engine.engine import Engine
-from xllm_cli.engine.start import build_engine
+from xllm_cli.engine.host import Host
+from xllm_cli.engine.start import build_first
 from xllm_cli.server.tokenizer import Tokenizer
 from xllm_cli.vmm.driver import Driver
 
@@ -53,34 +54,41 @@ class LLM:
         """`driver` replaces the device's own."""
         config = make_config(model=str(model), **flags)
         self._tokenizer = Tokenizer.from_folder(Path(model))  # first: should it fail, nothing else is open
-        self._engine, self._ready = build_engine(config, lambda phase: None, driver)
+        self._host = Host(*build_first(config, lambda phase: None, driver))
+        self._ready = self._host.ready
         self._served = 0
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        model: str = "",
     ) -> list[Completion]:
-        """Run all prompts (texts or token ids) to their end, batched together; answers in the order of the prompts."""
+        """Run all prompts (texts or token ids) to their end, batched together; answers in the order of the prompts.
+        `model` is one that was forked; texts are read and written with the first's tokenizer."""
         shared = sampling if isinstance(sampling, SamplingParams) else SamplingParams()
         each = list(sampling) if isinstance(sampling, Sequence) else [shared] * len(prompts)
-        requests = [self._request(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+        requests = [self._request(prompt, params, model) for prompt, params in zip(prompts, each, strict=True)]
         answers = {request.request_id: Completion(request.prompt_ids) for request in requests}
         try:
             self._run(requests, answers)
         finally:  # an interrupt or an error in a step: nothing of this call goes on behind the next one's back
             for request_id in answers:
-                self._engine.abort(request_id)
+                self._host.abort(request_id)
         for request, answer in zip(requests, answers.values(), strict=True):
             answer.text = self._text(answer, request.sampling.stop_token_ids)
         return list(answers.values())
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, model: str) -> Request:
         self._served += 1
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return Request(request_id=f"llm-{self._served}", prompt_ids=ids, sampling=self._with_end_tokens(params))
+        sampling = self._with_end_tokens(params)
+        return Request(request_id=f"llm-{self._served}", prompt_ids=ids, sampling=sampling, model=model)
 
     def _run(self, requests: Sequence[Request], answers: Mapping[str, Completion]) -> None:
         """Step until all have ended. Outputs of what the caller submitted to the engine itself are not ours to keep."""
-        refused = [self._engine.submit(request) for request in requests]
+        refused = [self._host.submit(request) for request in requests]
         outputs = [output for output in refused if output is not None]
         num_open = len(requests)
         while True:
@@ -90,8 +98,8 @@ class LLM:
                     num_open -= output.finish is not None
             if not num_open:
                 return
-            outputs = self._engine.step().outputs
-            self._engine.rest()
+            outputs = self._host.step().outputs
+            self._host.rest()
 
     def _with_end_tokens(self, params: SamplingParams) -> SamplingParams:
         if params.ignore_eos:
@@ -107,7 +115,7 @@ class LLM:
 
     def idle(self) -> None:
         """One step without requests: looks at memory and gives back what is due (spares, pages nobody wants)."""
-        self._engine.step()
+        self._host.step()
 
     def memory(self) -> dict[str, Any]:
         """What GET /vmm answers, as of now."""
@@ -117,16 +125,21 @@ class LLM:
     @property
     def snapshot(self) -> Snapshot:
         """Memory and counters as of now."""
-        return self._engine.snapshot()
+        return self._host.snapshot()
+
+    @property
+    def host(self) -> Host:
+        """Its models, of which there is one until others are forked."""
+        return self._host
 
     @property
     def engine(self) -> Engine:
-        """The engine itself, for callers that submit, abort and step on their own."""
-        return self._engine
+        """The first model's engine, for callers that submit, abort and step on their own."""
+        return self._host.engine("")
 
     def close(self) -> bool:
         """Give everything back; False if a page or a view leaked."""
-        return self._engine.close()
+        return self._host.close()
 
     def __enter__(self) -> LLM:
         return self

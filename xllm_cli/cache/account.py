@@ -105,6 +105,12 @@ class Account:
         """The sum behind the headroom."""
         return budget.explain(self.headroom().limited_by, self._observations, self._limits, self._usage)
 
+    @property
+    def is_at_own_limit(self) -> bool:
+        """The headroom ends at the limit of this model alone."""
+        own = self._limits.own_limit
+        return own is not None and self.headroom().bytes == own - self._usage.kv_own
+
     def floor(self) -> int:
         """Bytes that growth leaves free whatever runs: the most over ranks."""
         return max((budget.floor_bytes(seen.total, self._limits) for seen in self._observations), default=0)

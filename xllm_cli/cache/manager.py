@@ -320,6 +320,16 @@ class CacheManager:
         """The most bytes of weights that the caps let this model map now, whatever is free."""
         return self._account.room_for_weights(in_arena=self._residency.reclaims)
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of its pages and state, as limits count them."""
+        return self._account.usage.kv_own
+
+    @property
+    def is_at_own_limit(self) -> bool:
+        """What growth meets first is the limit of this model alone."""
+        return self._account.is_at_own_limit
+
     def over_limit_bytes(self) -> int:
         """KV bytes above the arena, max_cache_size or limit after forgetting what is idle: only preemption frees them.
 

@@ -6,75 +6,127 @@ Owns what has been asked and not yet answered. Knows no socket.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from xllm_cli.core import Command, Done, SetLimit, Sleep, Snapshot, Trim, Wake
+from xllm_cli.core import (
+    Command,
+    Done,
+    Fork,
+    Pause,
+    Ready,
+    Resume,
+    SetLimit,
+    Sleep,
+    Snapshot,
+    Trim,
+    UpdateWeights,
+    Wake,
+)
 from xllm_cli.engine.sequence import error_info
 from xllm_cli.engine.slumber import Bed
 from xllm_cli.errors import RequestError
 
 if TYPE_CHECKING:  # it brings torch
     from xllm_cli.engine.engine import Engine
+    from xllm_cli.engine.host import Host
+
+ABSENT = "absent"  # the state of a model that is to be forked
 
 
 @dataclass(slots=True)
 class _Open:
-    """A command not answered yet; `is_waiting` for requests to end."""
+    """A command not answered yet; `waits` says whether it still waits for requests to end."""
 
     command: Command
     started: float
     physical: int
     before: str
-    is_waiting: bool = False
+    waits: Callable[[], bool] = lambda: False
     error: RequestError | None = None
+    ready: Ready | None = None
 
 
 class Commands:
     """take() before a step, answers() after it."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self._open: list[_Open] = []
 
     def take(self, command: Command) -> None:
-        """Change the engine; KV pages move with the next step, weights at once."""
-        engine = self._engine
-        opened = _Open(command, time.monotonic(), engine.snapshot().memory.physical, engine.model_state)
+        """Change a model, or all; KV pages move with the next step, weights at once."""
+        physical = self._host.snapshot().memory.physical
+        opened = _Open(command, time.monotonic(), physical, self._state(command))
         self._open.append(opened)
         try:
-            self._begin(command)
+            self._begin(opened)
         except RequestError as error:
             opened.error = error
-        opened.is_waiting = isinstance(command, Sleep) and opened.error is None and engine.is_falling_asleep
+        else:
+            self._host.touch(command.model)
 
-    def _begin(self, command: Command) -> None:
+    def _state(self, command: Command) -> str:
+        """The state of the model that a command names."""
+        try:
+            return self._host.engine(command.model).model_state
+        except RequestError:
+            return ABSENT
+
+    def _begin(self, opened: _Open) -> None:
+        host, command = self._host, opened.command
         match command:
-            case SetLimit(bytes=nbytes):
-                self._engine.set_limit(nbytes)
-            case Trim(bytes=nbytes):
-                self._engine.trim(nbytes)
+            case SetLimit():
+                self._set_limit(command)
+            case Trim():
+                _ = host.engine(command.model).trim(command.bytes) if command.model else host.trim(command.bytes)
             case Sleep(level=level, park=park, mode=mode):
-                self._engine.sleep(Bed(level, park), mode)
+                engine = host.engine(command.model)
+                engine.sleep(Bed(level, park), mode)
+                opened.waits = lambda: self._falls_asleep(opened, engine)
             case Wake():
-                self._engine.wake()
+                host.wake(command.model)
+            case Fork(model_path=path, level=level):
+                opened.ready = host.fork(command.model, path, level)
+            case UpdateWeights(model_path=path):
+                host.update(command.model, path)
+            case Pause():
+                self._pause(opened, command)
+            case Resume():
+                for engine in host.engines(command.model):
+                    engine.resume()
+
+    def _set_limit(self, command: SetLimit) -> None:
+        if command.model:
+            self._host.engine(command.model).set_own_limit(command.bytes)
+        else:
+            self._host.set_limit(command.bytes)
+
+    def _pause(self, opened: _Open, command: Pause) -> None:
+        engines = self._host.engines(command.model)
+        for engine in engines:
+            engine.pause(command.mode)
+        opened.waits = lambda: any(engine.is_running and engine.is_paused for engine in engines)
 
     def answers(self, snapshot: Snapshot) -> list[Done]:
         """What became of the commands taken since the last call; of one that waits for requests, once they ended."""
+        due: list[_Open] = []
+        waiting: list[_Open] = []
         for opened in self._open:
-            if opened.is_waiting:
-                snapshot = self._go_on(opened, snapshot)
-        answers = [self._answer(opened, snapshot) for opened in self._open if not opened.is_waiting]
-        self._open = [opened for opened in self._open if opened.is_waiting]
-        return answers
+            (waiting if opened.error is None and opened.waits() else due).append(opened)
+        if any(isinstance(opened.command, Sleep) for opened in due):
+            snapshot = self._host.snapshot()  # it fell asleep just now
+        self._open = waiting
+        return [self._answer(opened, snapshot) for opened in due]
 
-    def _go_on(self, opened: _Open, snapshot: Snapshot) -> Snapshot:
+    def _falls_asleep(self, opened: _Open, engine: Engine) -> bool:
+        """Go through with a sleep if nothing runs any more; whether it still waits."""
         try:
-            self._engine.fall_asleep()
+            engine.fall_asleep()
         except RequestError as error:
             opened.error = error
-        opened.is_waiting = self._engine.is_falling_asleep
-        return snapshot if opened.is_waiting else self._engine.snapshot()
+        return engine.is_falling_asleep
 
     def _answer(self, opened: _Open, snapshot: Snapshot) -> Done:
         change, error = opened.physical - snapshot.memory.physical, opened.error
@@ -85,6 +137,7 @@ class Commands:
             freed=max(0, change),
             taken=max(0, -change),
             before=opened.before,
-            after=self._engine.model_state,
+            after=self._state(opened.command),
             error=None if error is None else error_info(error),
+            ready=opened.ready,
         )

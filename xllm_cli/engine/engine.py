@@ -196,6 +196,10 @@ class Engine:
         """Cap KV bytes (None: no cap). With the next step idle blocks above it leave, then those of the youngest."""
         self._cache.set_limit(nbytes)
 
+    def set_own_limit(self, nbytes: int | None) -> None:
+        """As set_limit, where several models share the limit: of this model's KV alone."""
+        self._cache.set_own_limit(nbytes)
+
     def trim(self, nbytes: int | None = None) -> int:
         """Let up to `nbytes` (None: all) that no request uses leave with the next step; returns how many will. Weights
         that are only set aside leave, too, if the cache has not as much."""
@@ -305,6 +309,7 @@ class Engine:
 
     def look(self) -> None:
         """See now, not with the next step, what is free: somebody gave memory back."""
+        self._slumber.see()
         self._cache.observe(self._group.observe())
 
     def report_neighbours(self, counters: PeerCounters) -> None:
@@ -325,6 +330,42 @@ class Engine:
         if not self.lacks_free_memory:
             return 0
         return max(self._cache.page_bytes, short - self._cache.headroom().bytes)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the last wake-up lacked; 0 if it went well."""
+        return self._slumber.missing
+
+    @property
+    def lacking_bytes(self) -> int:
+        """What the last plan, or a wake-up for a request, lacked and another model may have; 0 if nothing."""
+        if self._slumber.is_asleep:
+            return self._slumber.missing if self._slumber.put_off_by is not None and self.has_work else 0
+        short, room = self._scheduler.short_bytes, self._cache.headroom()
+        if not short or self._cache.growth_is_closed or self._cache.is_at_own_limit:
+            return 0
+        return max(self._cache.page_bytes, short - room.bytes)
+
+    @property
+    def waits_since(self) -> float | None:
+        """When the head of the queue came, in seconds of the clock; None if nobody waits."""
+        waiting = self._scheduler.waiting
+        return waiting[0].queued_at if waiting else None
+
+    def lend(self, nbytes: int) -> int:
+        """Let up to `nbytes` of what only idle prefixes and spares hold go to another model of the pool, now; returns
+        how many went."""
+        before = self._cache.kv_bytes
+        if self._cache.forget_bytes(nbytes):
+            self.leave_pages()
+        return before - self._cache.kv_bytes
+
+    def give_up_parked(self) -> int:
+        """Let weights that are only set aside go; returns their bytes."""
+        given = self._slumber.give_up_parked()
+        if given:
+            self.look()
+        return given
 
     @property
     def lacks_free_memory(self) -> bool:

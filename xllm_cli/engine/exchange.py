@@ -1,6 +1,6 @@
 """Memory that changes hands between the engines of a device: this one's part, once before and once after each step.
 
-Joins Engine and Neighbours; owns the questions that a step is about to answer.
+Joins Host and Neighbours; owns the questions that a step is about to answer.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from xllm_cli.core import Snapshot
 from xllm_cli.neighbours.peers import Neighbours, Question
 
 if TYPE_CHECKING:  # it brings torch
-    from xllm_cli.engine.engine import Engine
+    from xllm_cli.engine.host import Host
 
 
 class Exchange:
     """give() before a step, settle() after it."""
 
-    def __init__(self, engine: Engine, neighbours: Neighbours) -> None:
-        self._engine = engine
+    def __init__(self, host: Host, neighbours: Neighbours) -> None:
+        self._host = host
         self._neighbours = neighbours
         self._questions: list[Question] = []
         self._physical = 0
         self._evicted = 0
-        engine.report_neighbours(neighbours.counters)
+        host.report_neighbours(neighbours.counters)
 
     def fileno(self) -> int:
         """Readable when a neighbour asks or answers: then a step is due."""
@@ -34,10 +34,10 @@ class Exchange:
         uses. If they gave, look at the device at once."""
         self._questions, given = self._neighbours.receive()
         if given:
-            self._engine.look()
+            self._host.look()
         if self._questions:
-            self._physical = self._engine.snapshot().memory.physical
-            self._engine.trim(sum(question.bytes for question in self._questions))
+            self._physical = self._host.snapshot().memory.physical
+            self._host.trim(sum(question.bytes for question in self._questions))
 
     def settle(self, snapshot: Snapshot) -> None:
         """Answer with what really left, show the state, and ask for what is short."""
@@ -47,8 +47,8 @@ class Exchange:
             freed -= share
             self._neighbours.answer(question, share)
         self._questions = []
-        short = self._engine.short_bytes
-        self._neighbours.publish(snapshot, is_giving=self._engine.gives_back, short=short)
+        short = self._host.short_bytes
+        self._neighbours.publish(snapshot, is_giving=self._host.gives_back, short=short)
         if short:
             self._neighbours.ask(short)
         else:
@@ -59,7 +59,7 @@ class Exchange:
         of it as went here would keep the next ones."""
         evicted = snapshot.counters.evicted_blocks
         went, self._evicted = evicted - self._evicted, evicted
-        if went > 0 and snapshot.num_running and self._engine.lacks_free_memory:
+        if went > 0 and snapshot.num_running and self._host.lacks_free_memory:
             block_bytes = sum(int(tensor["bytes_per_block"]) for tensor in snapshot.memory.tensors)
             self._neighbours.ask(went * block_bytes, only_resting=True)
 

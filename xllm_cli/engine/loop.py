@@ -6,20 +6,18 @@ looked at, what is due goes back, neighbours are answered.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
-from xllm_cli.core import Abort, Heartbeat, Request, SetLimit, Shutdown, Sleep, StepEvents, ToEngine, Trim, Wake
+from xllm_cli.core import Abort, Request, Shutdown, StepEvents, ToEngine
 from xllm_cli.engine.commands import Commands
 from xllm_cli.engine.exchange import Exchange
 from xllm_cli.engine.parent import Parent
 from xllm_cli.errors import RequestError
 
 if TYPE_CHECKING:  # it brings torch
-    from xllm_cli.engine.engine import Engine
+    from xllm_cli.engine.host import Host
 
 IDLE_POLL_SECONDS = 1.0  # with nothing due the loop still looks up once a second
-HEARTBEAT_SECONDS = 1.0  # and says so, unless it has said something else
 STALL_SECONDS = 10.0  # how long a server may read nothing until its streams are ended
 NOT_READ = RequestError(
     f"the server did not take this answer for {STALL_SECONDS:g} s", status=500, code="answer_not_read"
@@ -27,16 +25,15 @@ NOT_READ = RequestError(
 
 
 class Loop:
-    """One engine, one server, and perhaps neighbours."""
+    """One host of models, one server, and perhaps neighbours."""
 
-    def __init__(self, engine: Engine, parent: Parent, exchange: Exchange | None = None) -> None:
+    def __init__(self, host: Host, parent: Parent, exchange: Exchange | None = None) -> None:
         """`exchange` None: no neighbour is asked or answered."""
-        self._engine = engine
+        self._host = host
         self._parent = parent
         self._exchange = exchange
-        self._commands = Commands(engine)
+        self._commands = Commands(host)
         self._last: StepEvents | None = None
-        self._spoke_at = time.monotonic()
         if exchange is not None:
             parent.watch(exchange.fileno())
 
@@ -44,13 +41,13 @@ class Loop:
         """Step until the parent says Shutdown or is gone."""
         while self._read():
             events = self._step()
-            if self._parent.stalled_seconds >= STALL_SECONDS and self._engine.has_work:
-                events = StepEvents(events.outputs + self._engine.abort_all(NOT_READ), self._engine.snapshot())
+            if self._parent.stalled_seconds >= STALL_SECONDS and self._host.has_work:
+                events = StepEvents(events.outputs + self._host.abort_all(NOT_READ), self._host.snapshot())
             self._tell(events)
 
     def _read(self) -> bool:
         """Take every message that is there, after at most the time until something is due; False: it is the end."""
-        due = self._engine.seconds_until_due()
+        due = self._host.seconds_until_due()
         messages = self._parent.receive(IDLE_POLL_SECONDS if due is None else min(due, IDLE_POLL_SECONDS))
         return all([self._take(message) for message in messages])
 
@@ -59,20 +56,20 @@ class Loop:
             case None | Shutdown():
                 return False
             case Request():
-                refused = self._engine.submit(message)
+                refused = self._host.submit(message)
                 if refused is not None:
                     self._parent.send(StepEvents([refused]))
             case Abort(request_id):
-                self._engine.abort(request_id)
-            case SetLimit() | Trim() | Sleep() | Wake():
+                self._host.abort(request_id)
+            case _:
                 self._commands.take(message)
         return True
 
     def _step(self) -> StepEvents:
         if self._exchange is None:
-            return self._engine.step()
+            return self._host.step()
         self._exchange.give()
-        events = self._engine.step()
+        events = self._host.step()
         assert events.snapshot is not None
         self._exchange.settle(events.snapshot)
         return events
@@ -83,10 +80,9 @@ class Loop:
         is_news = not stalled and (self._last is None or events.snapshot != self._last.snapshot)
         if events.outputs or is_news:
             self._parent.send(events)
-            self._last, self._spoke_at = events, time.monotonic()
-        elif not stalled and time.monotonic() - self._spoke_at >= HEARTBEAT_SECONDS:
-            self._parent.send(Heartbeat())
-            self._spoke_at = time.monotonic()
+            self._last = events
+        else:
+            self._parent.beat()
         assert events.snapshot is not None
         for answer in self._commands.answers(events.snapshot):
             self._parent.send(answer)

@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from xllm_cli.core import FromEngine, ToEngine
+from xllm_cli.core import FromEngine, Heartbeat, ToEngine
 
 log = logging.getLogger("xllm.engine")
 
+HEARTBEAT_SECONDS = 1.0
 SEND_QUEUE = 1000  # messages under way before the server counts as not reading
 
 
@@ -34,6 +35,7 @@ class Parent:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._unsent: deque[bytes] = deque()
+        self._spoke_at = time.monotonic()
         self._stalled_since: float | None = None
 
     def _connect(self, kind: int, path: Path) -> zmq.Socket[bytes]:
@@ -46,8 +48,14 @@ class Parent:
 
     def send(self, message: FromEngine) -> None:
         """Send or queue a message; never waits."""
+        self._spoke_at = time.monotonic()
         self._unsent.append(self._encoder.encode(message))
         self._flush()
+
+    def beat(self) -> None:
+        """A sign of life, if none was given for a second and the server reads."""
+        if not self._unsent and time.monotonic() - self._spoke_at >= HEARTBEAT_SECONDS:
+            self.send(Heartbeat())
 
     def _flush(self) -> None:
         while self._unsent:

@@ -5,12 +5,14 @@ Owns what each part is made of; host.py owns the order. Knows no requests and no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from xllm_cli.cache.budget import Limits, floor_bytes
 from xllm_cli.cache.manager import CacheManager
@@ -45,6 +47,7 @@ Progress = Callable[[str], None]
 class Start:
     """What every phase of a start uses. What it opens is entered in `opened`, and closed again should a later fail.
 
+    `beat` is called often while weights are read: it takes long, and somebody wants to know that the engine lives.
     `pool` holds the pages of KV and weights, None where neither lives in pages. A model that joins others in it has
     their `limits` and `stamps`, and a `twin` if one of them comes from the same checkpoint: it shares its weights.
     """
@@ -55,6 +58,7 @@ class Start:
     pool: PagePool | None
     progress: Progress
     opened: ExitStack
+    beat: Callable[[], None]
     stamps: Iterator[int] = field(default_factory=lambda: count(1))
     limits: Limits | None = None
     twin: Loaded | None = None
@@ -126,9 +130,22 @@ def _keep_free(start: Start) -> int:
 
 
 def _read_model(start: Start, memory: WeightMemory | None) -> Model:
-    flags = start.config.model
+    flags, memory = start.config.model, None if memory is None else _Beating(memory, start.beat)
     with closing(open_checkpoint(flags.model)) as checkpoint:
         return build_model(load_config(flags.model), start.device.open_ops(memory), checkpoint, flags.dtype)
+
+
+class _Beating:
+    """Memory for weights that beats with every tensor."""
+
+    def __init__(self, memory: WeightMemory, beat: Callable[[], None]) -> None:
+        self._memory = memory
+        self._beat = beat
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See models.ops.base.WeightMemory."""
+        self._beat()
+        return self._memory.take(shape, dtype)
 
 
 def _read_again(start: Start, memory: WeightMemory) -> None:

@@ -50,17 +50,15 @@ def run(runtime_dir: Path, death_fd: int) -> int:
 
     try:
         progress("importing torch")
-        from xllm_cli.engine.start import (
-            build_engine,
-            join,
-        )  # brings torch: seconds, and the server should hear of them
+        from xllm_cli.engine.host import Host  # brings torch: seconds, and the server should hear of them
+        from xllm_cli.engine.start import build_first, join
 
-        engine, ready = build_engine(config, progress)
+        host = Host(*build_first(config, progress, beat=parent.beat))
         _keep_for_good()
-        with closing(Exchange(engine, join(config))) as exchange:
-            parent.send(ready)
-            Loop(engine, parent, exchange).run()
-        engine.close()
+        with closing(Exchange(host, join(config))) as exchange:
+            parent.send(host.ready)
+            Loop(host, parent, exchange).run()
+        host.close()
         return 0
     except XllmError as error:
         parent.send(Fatal(str(error), error.exit_code))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msgspec.structs import asdict, astuple
+from msgspec.structs import asdict, astuple, replace
 
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import Counters, ModelActivity, Snapshot, VmmReport
@@ -27,6 +27,49 @@ class MemoryFacts:
     page_bytes: int
     arena_bytes: int
     has_virtual_kv: bool = True
+
+
+def together(snapshots: dict[str, Snapshot], *, latest: str, weights: int, parked: int) -> Snapshot:
+    """The snapshots of a pool's models, by name, as one. `latest` saw the device last; `weights` and `parked` are the
+    pool's bytes of all weights, those that are shared counted once."""
+    reports = [snapshot.memory for snapshot in snapshots.values()]
+    first, seen = reports[0], snapshots[latest].memory
+    bands = {band: sum(getattr(report, band) for report in reports) for band in _SUMMED}
+    kv = sum(report.mapped - report.weights for report in reports)
+    names = Counters.__struct_fields__
+    totals = {name: sum(getattr(each.counters, name) for each in snapshots.values()) for name in names}
+    ill = next((snapshot for snapshot in snapshots.values() if not snapshot.healthy), None)
+    stuck = max(snapshots.values(), key=lambda snapshot: snapshot.waiting_bytes)
+    waits = next((snapshot for snapshot in snapshots.values() if snapshot.waiting_for), stuck)
+    memory = replace(
+        first,
+        **bands,
+        **{kind: getattr(seen, kind) for kind in _SEEN},
+        mapped=kv + weights,
+        weights=weights,
+        parked=parked,
+        execution_room=max(report.execution_room for report in reports),
+        execution_peak=max(report.execution_peak for report in reports),
+        models={name: facts for report in reports for name, facts in report.models.items()},
+    )
+    return Snapshot(
+        memory=memory,
+        counters=Counters(**totals),
+        num_running=sum(each.num_running for each in snapshots.values()),
+        num_waiting=sum(each.num_waiting for each in snapshots.values()),
+        waiting_for=(stuck if stuck.waiting_bytes else waits).waiting_for,
+        waiting_bytes=stuck.waiting_bytes,
+        healthy=ill is None,
+        reason="" if ill is None else ill.reason,
+        models={name: activity for each in snapshots.values() for name, activity in each.models.items()},
+    )
+
+
+_SUMMED = (
+    "kv_live", "kv_cached", "kv_idle", "kv_spare", "state", "pages_mapped_total", "pages_unmapped_total",
+    "map_failures_total", "evicted_blocks_total", "preemptions_total",
+)  # fmt: skip
+_SEEN = ("total", "free", "physical", "free_handles", "anon", "ranks")
 
 
 class Reporter:
@@ -140,6 +183,7 @@ class Reporter:
                     "kv_live": bands["kv_live"],
                     "weights": weights,
                     "parked": parked,
+                    **({} if cache.limits.own_limit is None else {"limit": cache.limits.own_limit}),
                 }
             },
             neighbours=asdict(self.peers),

@@ -54,7 +54,8 @@ class Slumber:
         self._weights = weights
         self._habits = habits
         self._idle_since: float | None = None  # of the engine's clock; None while requests are open
-        self._missing, self._missing_until = 0, 0.0
+        self.missing = 0  # bytes that the last wake-up lacked
+        self._missing_until = 0.0
         self._stirs_at = 0.0
         self.put_off_by: RequestError | None = None  # why it could not wake for a request the last time
         self.falling: Bed | None = None  # asleep as soon as nothing runs
@@ -96,11 +97,6 @@ class Slumber:
         """These are the weights from now on, awake."""
         self._weights = weights
         self._tell_cache(weights)
-
-    @property
-    def lacking(self) -> int:
-        """Bytes that the last wake-up lacked; 0 once awake."""
-        return self._missing if self.put_off_by is not None else 0
 
     def seconds_until_tired(self, now: float, *, is_busy: bool) -> float | None:
         """How long until it goes to sleep by itself if no request comes; None if it will not."""
@@ -159,8 +155,9 @@ class Slumber:
         finally:
             self._tell_cache(weights)
         self.put_off_by = None
+        self.missing = 0
         if short:
-            self._missing = self._bytes_missing(weights)
+            self.missing = self._bytes_missing(weights)
             self._missing_until = now + RETRY_SECONDS
             text = f"no memory for {weights.nbytes} bytes of weights: {short}"
             raise RequestError(text, status=503, code="weights_memory_unavailable", retry_after=RETRY_SECONDS)
@@ -182,7 +179,7 @@ class Slumber:
 
     def missing_bytes(self, now: float) -> int:
         """What a wake-up of a moment ago lacked of the device's free memory."""
-        return self._missing if self._cache.limits.elastic and now < self._missing_until else 0
+        return self.missing if self._cache.limits.elastic and now < self._missing_until else 0
 
     def give_up_parked(self) -> int:
         """Somebody needs memory: what is only set aside goes back to the device. Returns its bytes."""
@@ -203,6 +200,11 @@ class Slumber:
                 param="enable_vmm_weights",
             )
         return self._weights
+
+    def see(self) -> None:
+        """The pages may have moved for another name of the same weights."""
+        if self._weights is not None:
+            self._tell_cache(self._weights)
 
     def _tell_cache(self, weights: WeightsShare) -> None:
         """Asleep or not, the weights' pages are counted where they are; room for them when they wake is not kept."""

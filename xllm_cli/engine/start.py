@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -66,13 +66,16 @@ def build_engine(config: Config, progress: Progress, driver: Driver | None = Non
     return built.engine, built.ready
 
 
-def build_first(config: Config, progress: Progress, driver: Driver | None = None) -> tuple[Start, Built]:
-    """As build_engine, and what other models in the same pool start from."""
+def build_first(
+    config: Config, progress: Progress, driver: Driver | None = None, beat: Callable[[], None] = lambda: None
+) -> tuple[Start, Built]:
+    """As build_engine, and what other models in the same pool start from. `beat` is called often while weights are
+    read, also later, when they are read again."""
     with ExitStack() as opened, explained():
         progress("opening the device")
         device = open_device(resolve_device(config.model.device), config)
         driver = driver or device.open_driver()
-        start = Start(config, device, driver, open_pool(config, device, driver, opened), progress, opened)
+        start = Start(config, device, driver, open_pool(config, device, driver, opened), progress, opened, beat)
         built = build(start)
         opened.pop_all()  # the engine closes them from here on
         return start, built

@@ -9,10 +9,13 @@ Owns who uses which weights and what each wants. How pages move is the business 
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from xllm_cli.models.registry import Model
-from xllm_cli.worker.weights import LEVELS, State, Weights
+from xllm_cli.worker.weights import LEVELS, State, Weights, WeightsError
+
+log = logging.getLogger(__name__)
 
 DEPTH: dict[State, int] = {"awake": 0, "parked": 1, "light": 2, "deep": 3}
 
@@ -37,9 +40,9 @@ class WeightsShare:
         return max(self._wanted, self._weights.state, key=DEPTH.__getitem__)
 
     @property
-    def is_shared(self) -> bool:
-        """Another name uses them, too."""
-        return len(self._weights.users) > 1
+    def is_needed_by_others(self) -> bool:
+        """Another name uses them and is awake."""
+        return any(user.state == "awake" for user in self._weights.users if user is not self)
 
     @property
     def nbytes(self) -> int:
@@ -67,12 +70,14 @@ class WeightsShare:
         self._move(LEVELS[level])
 
     def _move(self, wanted: State) -> None:
-        """The pages follow the shallowest of all names."""
-        others = [user.state for user in self._weights.users if user is not self]
-        target = min([wanted, *others], key=DEPTH.__getitem__)
+        self._follow([wanted, *(user.state for user in self._weights.users if user is not self)])
+        self._wanted = wanted
+
+    def _follow(self, wanted: list[State]) -> None:
+        """The pages go where the shallowest of all names wants them, if that is deeper than they are."""
+        target = min(wanted, key=DEPTH.__getitem__)
         if DEPTH[target] > DEPTH[self._weights.state]:
             self._weights.park() if target == "parked" else self._weights.sleep(DEPTH[target] - 1)
-        self._wanted = wanted
 
     def give_up(self) -> int:
         """parked → light: somebody needs the pages. Returns the bytes that left: none while another name parks, too."""
@@ -102,7 +107,13 @@ class WeightsShare:
         if self not in self._weights.users:
             return True
         self._weights.users.remove(self)
-        return bool(self._weights.users) or self._weights.close()
+        if not self._weights.users:
+            return self._weights.close()
+        try:
+            self._follow([user.state for user in self._weights.users])
+        except WeightsError as error:
+            log.warning("weights that only sleepers use stay where they are for now: %s", error)
+        return True
 
 
 class Loaded(NamedTuple):

@@ -1,0 +1,274 @@
+"""Named models over one pool, to the loop as one engine.
+
+A round: every model that has something due takes a step, those with rows one at a time, whose turn it is (turns.py);
+then whoever lacks memory is seen to (room.py). With one model a round is that model's step and nothing else.
+
+Owns which models there are. How one is built is start.py's, what a step does the engine's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from xllm_cli.core import Output, Ready, Request, Snapshot, StepEvents
+from xllm_cli.engine.engine import Engine
+from xllm_cli.engine.hosted import HostedModel
+from xllm_cli.engine.joining import Joining
+from xllm_cli.engine.parts import Start
+from xllm_cli.engine.report import together
+from xllm_cli.engine.room import Room
+from xllm_cli.engine.sequence import refusal
+from xllm_cli.engine.slumber import Bed
+from xllm_cli.engine.start import Built
+from xllm_cli.engine.turns import Turns
+from xllm_cli.errors import RequestError
+from xllm_cli.neighbours.peers import PeerCounters
+
+log = logging.getLogger("xllm.engine")
+
+
+class Host:
+    """submit, abort, step and snapshot as Engine, over all models; and verbs that name one."""
+
+    def __init__(self, start: Start, built: Built, clock: Callable[[], float] = time.monotonic) -> None:
+        """`built` is the first model, made from `start`."""
+        flags = start.config.vmm
+        self._clock = clock
+        self._room = Room(auto_sleep=flags.auto_sleep, auto_wake=flags.auto_wake, clock=clock)
+        self._joining = Joining(start, built.cache.limits, self._room)
+        first = HostedModel(built.ready.model_id, start.config.model.model, built, clock())
+        self._models = {first.name: first}
+        self._turns: Turns[HostedModel] = Turns()
+        self._touched: set[HostedModel] = set()
+        self._stepped_last = first
+
+    @property
+    def ready(self) -> Ready:
+        """What to tell clients of the first model."""
+        return self._find("").ready
+
+    # --- one of them
+
+    def engine(self, model: str) -> Engine:
+        """Its engine; "" is the first's. RequestError 404 if there is none such."""
+        return self._find(model).engine
+
+    def touch(self, model: str) -> None:
+        """Something was asked of it ("": of all): it takes a step in the next round."""
+        self._touched.update([self._find(model)] if model else self._models.values())
+
+    def _find(self, model: str) -> HostedModel:
+        if not model:
+            return next(iter(self._models.values()))
+        if model not in self._models:
+            text = f"no model {model!r} here; there are {', '.join(self._models)}"
+            raise RequestError(text, status=404, code="model_not_found", param="model")
+        return self._models[model]
+
+    def submit(self, request: Request) -> Output | None:
+        """See Engine."""
+        try:
+            found = self._find(request.model)
+        except RequestError as error:
+            return refusal(request.request_id, error)
+        self._touched.add(found)
+        return found.engine.submit(request)
+
+    def engines(self, model: str) -> list[Engine]:
+        """Its engine; "" are all. RequestError as engine()."""
+        return [self.engine(model)] if model else self._engines
+
+    def wake(self, model: str) -> None:
+        """Bring a model's weights back; what they lack is taken from the others. RequestError as Engine.wake()."""
+        found = self._find(model)
+        self._look_everywhere(only=[found])
+        try:
+            found.engine.wake()
+        except RequestError:
+            missing = found.engine.missing_bytes
+            if not missing or not self._room.make(found, missing, self._models.values()):
+                raise
+            self._look_everywhere(only=[found])
+            found.engine.wake()
+
+    def fork(self, name: str, path: str, level: int = 0) -> Ready:
+        """Serve the checkpoint at `path` as `name`, too. What is there already is left as it is.
+
+        RequestError 409 if that is another model's name, 400 if the checkpoint cannot be served, 503 with the numbers
+        if there is no memory; nothing has changed then.
+        """
+        present = self._models.get(name)
+        if present is not None:
+            if not present.comes_from(path):
+                text = f"{name!r} is the name of the model from {present.path}: give another model_id"
+                raise RequestError(text, status=409, code="model_exists", param="model_id")
+            return present.ready
+        self._look_everywhere()
+        built = self._joining.fork(name, path, list(self._models.values()))
+        made = self._models[name] = HostedModel(name, path, built, self._clock())
+        self._touched.update(self._models.values())
+        if level:
+            made.look(self._others(made))
+            made.engine.sleep(Bed(level))
+        return made.ready
+
+    def update(self, name: str, path: str = "") -> None:
+        """Exchange a model's weights for those of `path`, "" being where it came from.
+
+        RequestError 409 if it sleeps, 400 if the checkpoint does not fit the model, 503 with the numbers if there is
+        no memory for both; the old weights stay then.
+        """
+        model = self._find(name)
+        self._look_everywhere()
+        self._joining.update(model, path or model.path, list(self._models.values()))
+        self._touched.update(self._models.values())
+
+    # --- all of them
+
+    def step(self) -> StepEvents:
+        """One round."""
+        if len(self._models) == 1:
+            self._touched.clear()
+            return self._stepped_last.engine.step()
+        outputs: list[Output] = []
+        seconds: float | None = None
+        for model in self._due():
+            if model is not self._stepped_last:
+                model.look(self._others(model))
+                self._stepped_last = model
+            began = self._clock()
+            events = model.engine.step()
+            now = self._clock()
+            self._turns.ran(model, now - began)
+            model.has_seen(now)
+            outputs += events.outputs
+            if events.map_seconds is not None:
+                seconds = (seconds or 0.0) + events.map_seconds
+        self._look_everywhere(only=[model for model in self._models.values() if model.engine.lacking_bytes])
+        self._touched.update(self._room.settle(list(self._models.values())))
+        return StepEvents(outputs, self.snapshot(), seconds)
+
+    def _due(self) -> list[HostedModel]:
+        """Those without rows that wait for something or have something due, and one of those with rows."""
+        touched, self._touched = self._touched, set()
+        models = list(self._models.values())
+        running = [m for m in models if m.engine.is_running and m.engine.seconds_until_due() == 0]
+        resting = [m for m in models if not m.engine.is_running]
+        due = [m for m in resting if m in touched or m.engine.has_work or m.engine.seconds_until_due() == 0]
+        if running:
+            due.append(self._turns.next(running))
+        return due or models
+
+    def _look_everywhere(self, only: list[HostedModel] | None = None) -> None:
+        if len(self._models) > 1:
+            for model in self._models.values() if only is None else only:
+                model.look(self._others(model))
+
+    def _others(self, model: HostedModel) -> Iterator[HostedModel]:
+        return (other for other in self._models.values() if other is not model)
+
+    def snapshot(self) -> Snapshot:
+        """See Engine: of all models together, and of each."""
+        if len(self._models) == 1:
+            return self._stepped_last.engine.snapshot()
+        hosted = self._models.values()
+        weights = {model.weights_id: model.loaded.weights for model in hosted if model.loaded is not None}
+        return together(
+            {name: model.engine.snapshot() for name, model in self._models.items()},
+            latest=self._stepped_last.name,
+            weights=sum(each.mapped_bytes for each in weights.values()),
+            parked=sum(each.parked_bytes for each in weights.values()),
+        )
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [model.engine for model in self._models.values()]
+
+    def abort(self, request_id: str) -> None:
+        """See Engine."""
+        for engine in self._engines:
+            engine.abort(request_id)
+
+    def abort_all(self, error: RequestError) -> list[Output]:
+        """See Engine."""
+        return [output for engine in self._engines for output in engine.abort_all(error)]
+
+    def seconds_until_due(self) -> float | None:
+        """See Engine."""
+        if self._touched and len(self._models) > 1:
+            return 0.0
+        due = [engine.seconds_until_due() for engine in self._engines]
+        return min((seconds for seconds in due if seconds is not None), default=None)
+
+    def set_limit(self, nbytes: int | None) -> None:
+        """Cap the KV of all models together (None: no cap)."""
+        for engine in self._engines:
+            engine.set_limit(nbytes)
+        self.touch("")
+
+    def trim(self, nbytes: int | None = None) -> int:
+        """Let up to `nbytes` (None: all) that no request uses leave, of all models, with the next round."""
+        if len(self._models) > 1 and nbytes is not None:
+            return self._room.make(None, nbytes, self._models.values())
+        self.touch("")
+        return sum(engine.trim(nbytes) for engine in self._engines)
+
+    def look(self) -> None:
+        """See Engine."""
+        for engine in self._engines:
+            engine.look()
+
+    def report_neighbours(self, counters: PeerCounters) -> None:
+        """See Engine."""
+        for engine in self._engines:
+            engine.report_neighbours(counters)
+        self._joining.peers = counters
+
+    @property
+    def gives_back(self) -> bool:
+        """See Engine."""
+        return self._stepped_last.engine.gives_back
+
+    @property
+    def short_bytes(self) -> int:
+        """See Engine: of the one that is short of most."""
+        return max(engine.short_bytes for engine in self._engines)
+
+    @property
+    def lacks_free_memory(self) -> bool:
+        """See Engine."""
+        return any(engine.lacks_free_memory for engine in self._engines)
+
+    @property
+    def has_work(self) -> bool:
+        """See Engine."""
+        return any(engine.has_work for engine in self._engines)
+
+    def drain(self, deadline: float) -> list[Output]:
+        """See Engine."""
+        outputs: list[Output] = []
+        while self.has_work and self._clock() < deadline:
+            outputs += self.step().outputs
+            self.rest()
+        return outputs
+
+    def rest(self) -> None:
+        """See Engine."""
+        if self.has_work:
+            time.sleep(min(self.seconds_until_due() or 0.0, 0.05))
+
+    def check(self) -> None:
+        """Assert every invariant of every model; for tests."""
+        for model in self._models.values():
+            model.engine.check()
+            if model.loaded is not None:
+                model.loaded.weights.check()
+
+    def close(self) -> bool:
+        """End all models; False if a page or a view leaked. Doing it twice changes nothing."""
+        engines = self._engines
+        self._models.clear()  # or the last to share weights could not let them go
+        self._touched.clear()
+        return all([engine.close() for engine in reversed(engines)])

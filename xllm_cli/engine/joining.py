@@ -1,0 +1,122 @@
+"""Another model in the pool, or other weights for one that is there: room first, then all of it or nothing.
+
+Owns what a fork and an update share: where a checkpoint's weights may come from, and what is said when there is no
+memory. Knows no request.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TypeVar
+
+from xllm_cli.cache.budget import Limits
+from xllm_cli.engine.hosted import HostedModel
+from xllm_cli.engine.parts import Start, load_weights
+from xllm_cli.engine.room import Room
+from xllm_cli.engine.start import Built, build, explained
+from xllm_cli.errors import DeviceError, MemoryShortage, ModelError, RequestError
+from xllm_cli.loading import open_checkpoint
+from xllm_cli.models.registry import load_config
+from xllm_cli.neighbours.peers import PeerCounters
+from xllm_cli.worker.weights import WeightsError
+
+log = logging.getLogger("xllm.engine")
+
+Made = TypeVar("Made")
+RETRY_SECONDS = 1
+
+
+class Joining:
+    """Forks and updates over what the first model started from."""
+
+    def __init__(self, start: Start, limits: Limits, room: Room) -> None:
+        self._start = start
+        self._limits = limits
+        self._room = room
+        self.peers = PeerCounters()
+
+    def fork(self, name: str, path: str, models: Sequence[HostedModel]) -> Built:
+        """The model at `path` under another name; its weights are those of a model from the same files, if there is
+        one. RequestError if it cannot be, with nothing left behind."""
+        twin = next((model.loaded for model in models if model.comes_from(path)), None)
+        opened = ExitStack()
+        start = self._start.beside(self._limits, path, name, twin, opened)
+        built = self._make(lambda: build(start), start, models, asks=self._bytes_of(path) if twin is None else 0)
+        built.engine.report_neighbours(self.peers)
+        return built
+
+    def update(self, model: HostedModel, path: str, models: Sequence[HostedModel]) -> None:
+        """The weights at `path` for a model; RequestError if they cannot be had, with the old ones in their place."""
+        if model.engine.model_state != "awake" or model.loaded is None or self._start.pool is None:
+            text = f"{model.name} is {model.engine.model_state}: wake it before its weights are exchanged"
+            raise RequestError(text, status=409, code="model_sleeping")
+        pool = self._start.pool
+        start = self._start.beside(self._limits, path, model.name, None, ExitStack())
+        self._check_form(model, path)
+        asks = model.loaded.weights.nbytes
+        loaded = self._make(lambda: load_weights(start, pool), start, models, asks=asks)
+        model.loaded = None  # its old weights go with the exchange
+        model.engine.exchange(loaded)
+        model.loaded, model.path = loaded, path
+        model.stamp_files()
+
+    def _check_form(self, model: HostedModel, path: str) -> None:
+        try:
+            old, new = load_config(model.path), load_config(path)
+        except ModelError as error:
+            raise RequestError(str(error), code="model_invalid", param="model_path") from error
+        if old != new:
+            text = f"the checkpoint at {path} is of another form than {model.name}: their config.json must agree"
+            raise RequestError(text, code="model_invalid", param="model_path")
+
+    def _bytes_of(self, path: str) -> int:
+        """What its weights will need, about: types may widen, forms be padded."""
+        try:
+            with closing(open_checkpoint(Path(path))) as checkpoint:
+                return checkpoint.num_bytes
+        except ModelError as error:
+            raise RequestError(str(error), code="model_invalid", param="model_path") from error
+
+    def _make(self, make: Callable[[], Made], start: Start, models: Sequence[HostedModel], *, asks: int) -> Made:
+        """`make` it once there is room for `asks` bytes; once more if it needed more than that."""
+        if missing := self._missing(asks, models):
+            self._room.make(None, missing, models)
+        made = self._attempt(make, start)
+        if isinstance(made, MemoryShortage | WeightsError) and self._room.make(None, max(asks, 1), models):
+            made = self._attempt(make, start)
+        if isinstance(made, Exception):
+            raise _refusal(made, start.config.model.model)
+        start.opened.pop_all()
+        return made
+
+    def _attempt(self, make: Callable[[], Made], start: Start) -> Made | Exception:
+        """What was made; or why it was not, once nothing of it is left. An error holds the frames that hold its memory,
+        so what was opened is closed without it."""
+        try:
+            with explained():
+                return make()
+        except (ModelError, MemoryShortage, WeightsError, DeviceError) as error:
+            failure = type(error)(str(error))
+        gc.collect()
+        start.opened.close()
+        if start.pool is not None:
+            start.pool.trim()
+        return failure
+
+    def _missing(self, nbytes: int, models: Sequence[HostedModel]) -> int:
+        """What of `nbytes` neither caps nor free memory leave room for now."""
+        cache = models[0].cache
+        seen = cache.observations[0]
+        free = seen.free_handles + (seen.free - cache.keep_free() if cache.limits.elastic else 0)
+        return max(0, nbytes - min(free, cache.room_for_weights()))
+
+
+def _refusal(error: Exception, path: str) -> RequestError:
+    if isinstance(error, ModelError):
+        return RequestError(str(error), code="model_invalid", param="model_path")
+    text = f"no memory for the model at {path}: {error}"
+    return RequestError(text, status=503, code="model_memory_unavailable", retry_after=RETRY_SECONDS)
