@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ from xllm_cli.commands.client import DEFAULT_URL, Answer, Client
 from xllm_cli.errors import ConfigError, XllmError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+STEP_SECONDS = 60.0  # each above what the server itself waits for its engine
+MOVE_SECONDS = 660.0
+WAIT_SECONDS = 24 * 3600.0 + 60
 
 
 def asks(function: Function) -> Function:
@@ -21,6 +25,26 @@ def asks(function: Function) -> Function:
     key = click.option("--api_key_file", type=file, help="File of the key; else XLLM_API_KEY.")
     url = click.option("--url", default=DEFAULT_URL, show_default=True, help="The server to ask.")
     return url(key(function))
+
+
+def names_model(function: Callable[..., Any]) -> Callable[..., Any]:
+    """MODEL, or --model_id as the HTTP field is called; neither is the server's first. The command gets `model_id`."""
+
+    @functools.wraps(function)
+    def named(*, model: str | None, also: str | None, **options: Any) -> Any:
+        if model and also and model != also:
+            raise click.UsageError(f"{model} and --model_id={also} are two models; name one")
+        return function(model_id=model or also, **options)
+
+    argument = click.argument("model", required=False)
+    return argument(click.option("--model_id", "also", metavar="MODEL", help="The same as MODEL.")(named))
+
+
+def moved(done: dict[str, Any], *kinds: str) -> str:
+    """A transition in one line; `kinds`: what is told of the bytes."""
+    sizes = ", ".join([*(f"{kind} {size(done[kind])}" for kind in kinds), f"{size(done['physical'])} physical"])
+    change = f"{done['before']} → {done['after']}" if done["before"] else done["after"]
+    return f"{done['model_id']}: {change} in {done['milliseconds']:.1f} ms; {sizes}"
 
 
 def order(client: Client, path: str, body: dict[str, Any]) -> Any:

@@ -31,4 +31,5 @@ def command(*, as_json: bool, url: str, api_key_file: Path | None) -> None:
 
 def _cells(card: dict[str, Any], facts: dict[str, Any]) -> tuple[str, ...]:
     sizes = (size(int(facts.get(name, 0))) for name in ("weights", "parked", "kv_mapped"))
-    return (card["id"], card["state"], *sizes, str(card["max_model_len"]))
+    state = f"{card['state']}, paused" if card.get("is_paused") else card["state"]
+    return (card["id"], state, *sizes, str(card["max_model_len"]))

@@ -1,4 +1,4 @@
-"""`xllm sleep`: have a running server give its model's memory to others."""
+"""`xllm sleep`: have a running server give a model's memory to others."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ from pathlib import Path
 
 import click
 
-from xllm_cli.commands.asking import asks, order, size
+from xllm_cli.commands.asking import WAIT_SECONDS, asks, moved, names_model, order
 from xllm_cli.commands.client import Client, api_key
 
-TIMEOUT_SECONDS = 24 * 3600.0  # with --mode=wait the requests' own deadlines are the shorter ones
 LEVEL = "1 keeps a copy of the weights on the host, 2 reads the checkpoint again to wake."
 PARK = "Only set the pages aside, until somebody needs them: awake again at once."
 MODES = click.Choice(["refuse", "wait", "abort"])
 
 
 @click.command()
-@click.argument("model", required=False)
+@names_model
 @click.option("--level", type=click.IntRange(1, 2), default=1, show_default=True, help=LEVEL)
 @click.option("--park", is_flag=True, help=PARK)
 @click.option("--mode", type=MODES, default="refuse", show_default=True, help="What becomes of open requests.")
 @asks
-def command(*, model: str | None, level: int, park: bool, mode: str, url: str, api_key_file: Path | None) -> None:
+def command(*, model_id: str | None, level: int, park: bool, mode: str, url: str, api_key_file: Path | None) -> None:
     """Put a server's MODEL to sleep: its weights and KV leave the device, its address goes on answering."""
-    client = Client(url, api_key(api_key_file), timeout=TIMEOUT_SECONDS)
-    done = order(client, "/sleep", {"model_id": model, "master_status": level, "park": park, "mode": mode})
-    click.echo(
-        f"{done['model_id']}: {done['before']} → {done['after']} in {done['milliseconds']:.1f} ms; "
-        f"freed {size(done['freed'])}, {size(done['physical'])} physical"
-    )
+    client = Client(url, api_key(api_key_file), timeout=WAIT_SECONDS)
+    done = order(client, "/sleep", {"model_id": model_id, "master_status": level, "park": park, "mode": mode})
+    click.echo(moved(done, "freed"))

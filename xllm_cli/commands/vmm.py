@@ -12,7 +12,7 @@ from typing import Any
 import click
 import msgspec
 
-from xllm_cli.commands.asking import asks, order, size, table
+from xllm_cli.commands.asking import STEP_SECONDS, asks, order, size, table
 from xllm_cli.commands.client import Client, api_key
 from xllm_cli.declare import parse_bytes
 from xllm_cli.neighbours.folder import device_folders
@@ -32,7 +32,7 @@ COLUMNS = (
     "WAITING",
     "AGE",
 )
-TIMEOUT_SECONDS = 60.0  # above what the server itself waits for its engine
+MODEL = "Only this model's; by default that of all together."
 
 
 class Bytes(click.ParamType[int]):
@@ -73,28 +73,31 @@ def show(base: str, as_json: bool) -> None:
 
 @command.command()
 @click.argument("nbytes", metavar="BYTES", type=Bytes())
+@click.option("--model_id", default=None, metavar="MODEL", help=MODEL)
 @asks
-def limit(nbytes: int, url: str, api_key_file: Path | None) -> None:
+def limit(nbytes: int, model_id: str | None, url: str, api_key_file: Path | None) -> None:
     """Cap a server's KV cache at BYTES from now on.
 
     BYTES may have a suffix, as in 256MiB or 2G; 0 lifts the cap.
     """
-    _post(Client(url, api_key(api_key_file), timeout=TIMEOUT_SECONDS), "/vmm/limit", {"bytes": nbytes})
+    client = Client(url, api_key(api_key_file), timeout=STEP_SECONDS)
+    _post(client, "/vmm/limit", {"bytes": nbytes, "model_id": model_id})
 
 
 @command.command()
 @click.argument("nbytes", metavar="[BYTES]", type=Bytes(), required=False)
+@click.option("--model_id", default=None, metavar="MODEL", help=MODEL)
 @asks
-def trim(nbytes: int | None, url: str, api_key_file: Path | None) -> None:
+def trim(nbytes: int | None, model_id: str | None, url: str, api_key_file: Path | None) -> None:
     """Have a server give unused BYTES back.
 
     Idle prefixes and spares go, all of them if BYTES are left out.
     """
-    body = {} if nbytes is None else {"bytes": nbytes}
-    _post(Client(url, api_key(api_key_file), timeout=TIMEOUT_SECONDS), "/vmm/trim", body)
+    client = Client(url, api_key(api_key_file), timeout=STEP_SECONDS)
+    _post(client, "/vmm/trim", {"bytes": nbytes, "model_id": model_id})
 
 
-def _post(client: Client, path: str, body: dict[str, int]) -> None:
+def _post(client: Client, path: str, body: dict[str, Any]) -> None:
     done = order(client, path, body)
     capped = "no limit" if done["limit"] is None else f"limit {size(done['limit'])}"
     click.echo(
