@@ -269,6 +269,8 @@ class Host:
     def close(self) -> bool:
         """End all models; False if a page or a view leaked. Doing it twice changes nothing."""
         engines = self._engines
-        self._models.clear()  # or the last to share weights could not let them go
+        for model in self._models.values():
+            model.loaded = None  # its tensors look at pages that are given back
+        self._models.clear()
         self._touched.clear()
         return all([engine.close() for engine in reversed(engines)])
