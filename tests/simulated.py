@@ -14,7 +14,7 @@ import pytest
 from checkpoints import tiny_checkpoint
 
 from xllm_cli import LLM
-from xllm_cli.engine import host
+from xllm_cli.engine import start
 from xllm_cli.flags import Config
 from xllm_cli.vmm.driver import Driver, FaultyDriver, open_driver
 from xllm_cli.vmm.simulated import SimulatedAllocator, SimulatedDriver
@@ -64,7 +64,7 @@ class Accelerator:
 
     def serve(self, patch: pytest.MonkeyPatch, **flags: Any) -> LLM:
         """An engine on this accelerator."""
-        patch.setattr(host, "open_device", lambda name, config: _SimulatedDevice(config, self))
+        patch.setattr(start, "open_device", lambda name, config: _SimulatedDevice(config, self))
         return LLM(tiny_checkpoint("llama"), driver=self.driver, **{**FLAGS, **flags})
 
 

@@ -41,7 +41,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 def test_every_parameter_and_table_lies_in_the_arena(llm: LLM) -> None:
     group = llm.engine._group
-    weights, found = group.weights, list(tensors(group._worker._model, set()))
+    weights, found = group.weights.weights, list(tensors(group._worker._model, set()))
     start, used = weights._arena._arena.address, weights._arena.used
     outside = [(tuple(one.shape), one.dtype) for one in found if not start <= one.data_ptr() < start + used]
     assert len(found) > 10 and outside == []
@@ -50,5 +50,5 @@ def test_every_parameter_and_table_lies_in_the_arena(llm: LLM) -> None:
 
 
 def test_at_most_a_page_is_wasted(llm: LLM) -> None:
-    weights, memory = llm.engine._group.weights, llm.memory()
+    weights, memory = llm.engine._group.weights.weights, llm.memory()
     assert 0 <= memory["weights"] - weights._arena.used < memory["page_bytes"]
