@@ -105,9 +105,10 @@ class ScriptedModels:
     def carry_out(self, command: Command) -> Done:
         """As the engine answers; what a command takes is told in MiB of weights."""
         started, error, ready, model = time.monotonic(), None, None, None
-        held, before = self.weights(), ""
+        held, before = self.weights(), "absent"
         try:
             if isinstance(command, Fork):
+                before = self._models[command.model].state if command.model in self._models else before
                 model, ready = self.fork(command)
             else:
                 model = self.find(command.model)
@@ -115,7 +116,7 @@ class ScriptedModels:
                 self.change(model, command)
         except RequestError as refused:
             error = ErrorInfo(refused.message, refused.status, refused.code, refused.param, refused.retry_after)
-        change, after = self.weights() - held, "" if model is None else model.state
+        change, after = self.weights() - held, "absent" if model is None else model.state
         return Done(
             command_id=command.command_id, seconds=time.monotonic() - started, snapshot=self.snapshot(),
             freed=max(0, -change), taken=max(0, change), before=before, after=after, error=error, ready=ready,

@@ -38,10 +38,10 @@ def test_fork(capsys: Capsys, server: Server, tmp_path: Path, monkeypatch: pytes
     folder(tmp_path, "third")
     monkeypatch.chdir(tmp_path)
     ran = run(capsys, server, "fork", "third", "--model_id=given", "--level=1")
-    assert ran.code == 0 and ran.out.startswith("given: light in ") and "taken 0.0MiB" in ran.out
+    assert ran.code == 0 and ran.out.startswith("given: absent → light in ") and "taken 0.0MiB" in ran.out
     assert "nothing done" in run(capsys, server, "fork", "third", "--model_id=given").out
     ran = run(capsys, server, "fork", "third")
-    assert ran.out.startswith("third: awake in ") and "taken 4.0MiB" in ran.out
+    assert ran.out.startswith("third: absent → awake in ") and "taken 4.0MiB" in ran.out
     ran = run(capsys, server, "fork", "absent")
     assert ran.code == 2 and f"400: model_path {tmp_path}/absent is no folder" in ran.err
     assert run(capsys, server, "fork", "third", "--model_id=tiny").code == 1

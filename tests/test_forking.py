@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_served_costs_the_engine_nothing(
     (tmp_path / "seeing" / "config.json").write_text('{"vision_config": {}}')
     for name, reason in broken.items():
         answer = http.post("/fork_master", json={"model_path": str(tmp_path / name)})
-        assert refused(answer) == (400, "model_unusable"), name
+        assert refused(answer) == (400, "model_invalid"), name
         assert reason in error_of(answer)["message"] and error_of(answer)["param"] == "model_path"
 
 

@@ -149,7 +149,7 @@ def test_what_is_so_already_is_a_conflict(elastic: Serving) -> None:
         ("/wakeup", {"master_status": 1}, 400, "invalid_value"),
         ("/wakeup", {"remote_addrs": ["h:1"]}, 400, "invalid_value"),
         ("/wake_up?tags=all", {}, 400, "invalid_value"), ("/fork_master", {}, 400, "invalid_value"),
-        ("/fork_master", {"model_path": "/m"}, 400, "model_unusable"),
+        ("/fork_master", {"model_path": "/m"}, 400, "model_invalid"),
     ],
 )  # fmt: skip
 def test_a_wrong_question_changes_nothing(elastic: Serving, path: str, body: dict, status: int, code: str) -> None:

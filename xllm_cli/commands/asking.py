@@ -43,8 +43,7 @@ def names_model(function: Callable[..., Any]) -> Callable[..., Any]:
 def moved(done: dict[str, Any], *kinds: str) -> str:
     """A transition in one line; `kinds`: what is told of the bytes."""
     sizes = ", ".join([*(f"{kind} {size(done[kind])}" for kind in kinds), f"{size(done['physical'])} physical"])
-    change = f"{done['before']} → {done['after']}" if done["before"] else done["after"]
-    return f"{done['model_id']}: {change} in {done['milliseconds']:.1f} ms; {sizes}"
+    return f"{done['model_id']}: {done['before']} → {done['after']} in {done['milliseconds']:.1f} ms; {sizes}"
 
 
 def order(client: Client, path: str, body: dict[str, Any]) -> Any:

@@ -32,8 +32,9 @@ from xllm_cli.server.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Name = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
-Folder = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
+_ONE_LINE = r"^[^\x00-\x1f\x7f]+$"  # names and paths are logged
+Name = Annotated[str, Field(min_length=1, max_length=256, pattern=_ONE_LINE)]
+Folder = Annotated[str, Field(min_length=1, max_length=4096, pattern=_ONE_LINE)]
 Size = Annotated[int, Field(ge=1)]
 
 
@@ -154,7 +155,7 @@ def _read_checkpoint(path: str, flags: dict[str, Any]) -> Tokenizer:
     try:
         return Tokenizer.from_folder(path, **parsers)
     except ModelError as error:
-        raise RequestError(str(error), code="model_unusable", param="model_path") from error
+        raise RequestError(str(error), code="model_invalid", param="model_path") from error
 
 
 def _check_folder(path: str) -> None:
@@ -162,14 +163,14 @@ def _check_folder(path: str) -> None:
     if not os.path.isfile(os.path.join(path, "config.json")):
         missing = "has no config.json" if os.path.isdir(path) else "is no folder on the server's machine"
         text = f"model_path {path} {missing}; it must be a model folder in the Hugging Face layout"
-        raise RequestError(text, code="model_unusable", param="model_path")
+        raise RequestError(text, code="model_invalid", param="model_path")
     backend, is_hybrid = peek(path)
     if backend not in (None, "llm"):
         text = f"{path} needs the {backend} backend; weights in virtual memory need the LLM backend (R2)"
-        raise RequestError(text, code="model_unusable", param="model_path")
+        raise RequestError(text, code="model_invalid", param="model_path")
     if is_hybrid:
         text = f"{path} has a linear state; weights in virtual memory cannot be combined with it (R7)"
-        raise RequestError(text, code="model_unusable", param="model_path")
+        raise RequestError(text, code="model_invalid", param="model_path")
 
 
 async def _fork(state: ServerState, asked: ForkRequest, tokenizer: Tokenizer) -> Response:
@@ -179,6 +180,5 @@ async def _fork(state: ServerState, asked: ForkRequest, tokenizer: Tokenizer) ->
     model = ServedModel(asked.name, asked.model_path, state.instruments.of(asked.name), tokenizer, done.ready)
     state.models.add(model)
     logger.info("forked %s from %s, %s, %.1f s", model.model_id, model.path, done.after, done.seconds)
-    facts = done.snapshot.memory.models.get(model.model_id, {})
-    more = {name: facts[name] for name in ("weights", "shared") if name in facts}
-    return answer(model.model_id, done, taken=done.taken, **more)
+    weights = done.snapshot.memory.models.get(model.model_id, {}).get("weights", 0)
+    return answer(model.model_id, done, taken=done.taken, weights=weights)

@@ -36,7 +36,7 @@ def need_weights(state: ServerState) -> None:
     if not state.settings["vmm"]["enable_vmm_weights"]:
         drafted = bool(state.settings["speculative"]["draft_model"])
         remedy = "start the server with --enable_vmm_weights=true" + (" and without --draft_model" if drafted else "")
-        text = f"sleep, wake-up and fork need weights in VMM pages: {remedy}"
+        text = f"sleep, wake-up, fork and update need weights in VMM pages: {remedy}"
         raise RequestError(text, code="vmm_weights_required", param="enable_vmm_weights")
 
 
