@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from xllm_cli.vmm.driver import Driver, FaultyDriver, VmmError, open_driver
 from xllm_cli.vmm.pool import PagePool
 from xllm_cli.vmm.simulated import SimulatedAllocator, SimulatedDriver
 from xllm_cli.worker.kv_store import VirtualKvStore
-from xllm_cli.worker.memory import MOST_FAILED_READINGS, DeviceMemoryObserver, HostMemoryObserver
+from xllm_cli.worker.memory import KEPT_BYTES, MOST_FAILED_READINGS, DeviceMemoryObserver, HostMemoryObserver
 
 MIB = 1 << 20
 SPIKE = 96 * MIB
@@ -31,6 +32,21 @@ TOTAL = 64 * MIB
 def spike() -> None:
     """Anonymous memory that is touched and given back at once."""
     np.full(SPIKE, 1, dtype=np.uint8)
+
+
+def leave_holes(nbytes: int) -> Iterator[None]:
+    """The C library's heap with so many bytes that nobody uses, each hole between two small things that stay."""
+    library, size = ctypes.CDLL(None), 100 << 10  # below what has pages of its own
+    library.malloc.restype, library.malloc.argtypes, library.free.argtypes = (
+        ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p],
+    )  # fmt: skip
+    pairs = [(library.malloc(size), library.malloc(3000)) for _ in range(nbytes // size)]
+    for large, _ in pairs:
+        ctypes.memset(large, 1, size)
+        library.free(large)
+    yield
+    for _, small in pairs:
+        library.free(small)
 
 
 class Rank(NamedTuple):
@@ -78,6 +94,24 @@ def test_memory_that_stays_needs_no_room_any_more(rank: Rank):
     after = rank.observer.observe()
     assert after.anon - before.anon == pytest.approx(kept.nbytes, abs=NOISE)
     assert after.execution_room == pytest.approx(SPIKE - kept.nbytes, abs=NOISE)
+
+
+@pytest.mark.parametrize("nbytes", [KEPT_BYTES // 2, 2 * KEPT_BYTES])
+def test_what_the_c_library_keeps_is_given_back_when_it_is_much_or_short(rank: Rank, nbytes: int):
+    rank.observer.begin_step()
+    before = rank.observer.observe()
+    holes = leave_holes(nbytes)
+    next(holes)
+    full = rank.observer.observe()
+    assert full.anon - before.anon == pytest.approx(nbytes, abs=NOISE)
+    rank.observer.begin_step()
+    kept = rank.observer.observe()
+    assert kept.anon - before.anon == pytest.approx(nbytes if nbytes < KEPT_BYTES else 0, abs=NOISE)
+    assert rank.observer.relieve() == pytest.approx(kept.anon - before.anon, abs=NOISE)
+    rest = rank.observer.observe()
+    assert (rest.anon, rest.execution_room) == pytest.approx((before.anon, nbytes), abs=NOISE)
+    assert rank.observer.relieve() < NOISE
+    assert list(holes) == []
 
 
 def test_pages_that_come_and_go_are_no_execution_room(rank: Rank):

@@ -2,7 +2,8 @@
 
 Owns the execution peak and how it becomes room (DESIGN.md §7), one observer for each kind of device:
 
-    HostMemoryObserver                    the process's anonymous memory and its high-water mark in /proc
+    HostMemoryObserver                    the process's anonymous memory and its high-water mark in /proc, once the C
+                                          library has given back what it keeps of earlier steps
     DeviceMemoryObserver, statistics      the allocator's own numbers: what it only caches can be had back
     DeviceMemoryObserver, none            the largest fall of free memory in a step, never lowered
 
@@ -11,8 +12,10 @@ Loading weights is no step. Knows no budget: what is done with the numbers is th
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+from collections.abc import Callable
 from typing import Protocol
 
 from xllm_cli.core import Observation
@@ -22,6 +25,7 @@ from xllm_cli.worker.kv_store import KvStore
 _FIELDS = re.compile(rb"^(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB", re.MULTILINE)
 _RESET_PEAK = b"5"  # proc(5): writing 5 to clear_refs resets VmHWM to the current resident size
 MOST_FAILED_READINGS = 100  # by then something else would have failed, too
+KEPT_BYTES = 32 << 20  # what the C library may keep of earlier steps before a step begins
 EXHAUSTED_SHARE = 4  # a failed allocation raises the room to a quarter of the device at most, however much it asked for
 
 
@@ -181,8 +185,9 @@ class DeviceMemoryObserver:
 class HostMemoryObserver:
     """Reads /proc through kept descriptors: tens of microseconds a step, nothing on the allocation path.
 
-    The host has no allocator statistics, so the room is a conservative high-water mark: the largest anonymous memory
-    this process needed inside a step, less what it holds now.
+    The host has no allocator statistics, so the room is a conservative high-water mark: the most that a step needed
+    above what was held when the C library last gave back its holes, less what is held above that now. A prompt leaves
+    6 to 48 MiB in holes that the next cannot use: a process that kept them would grow by hundreds of MiB.
     """
 
     def __init__(self, driver: Driver, store: KvStore) -> None:
@@ -191,13 +196,18 @@ class HostMemoryObserver:
         self._store = store
         self._status: int | None = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
         self._reset = _open_reset()
-        self._peak_anon = 0
+        self._give_back = _find_trim()
+        self._base: int | None = None  # anonymous memory when holes were last given back
+        self._needed = 0  # the most that a step had above that
         self._peak = 0  # the most above what the step before had left
-        self._anon: int | None = None
+        self._anon = 0
         self._free = self._readings.read().free
 
     def begin_step(self) -> None:
-        """Reset the kernel's high-water mark where it allows that."""
+        """Give back what earlier steps left in holes if that is much; reset the kernel's high-water mark where it
+        allows that."""
+        if self._base is None or self._anon > self._base + KEPT_BYTES:
+            self._trim()
         if self._reset is not None:
             os.pwrite(self._reset, _RESET_PEAK, 0)
 
@@ -206,9 +216,8 @@ class HostMemoryObserver:
 
         `free_before` is what the last observation saw: a second reading would cost more than it tells.
         """
-        assert self._status is not None, "the observer is closed"
-        anon, peak = self._anonymous(os.pread(self._status, 8192, 0))
-        self._note(anon, peak)
+        anon, peak = self._read()
+        base = self._note(anon, peak)
         info = self._readings.read()
         free_before, self._free = self._free, info.free
         return Observation(
@@ -216,18 +225,29 @@ class HostMemoryObserver:
             free=info.free,
             free_before=free_before,
             anon=anon,
-            execution_room=max(0, self._peak_anon - anon),
+            execution_room=max(0, base + self._needed - anon),
             execution_peak=self._peak,
             owned=self._store.owned_bytes,
             free_handles=self._store.free_handle_bytes,
             allocated=self._driver.memfd_bytes(),
         )
 
-    def _note(self, anon: int, peak: int) -> None:
-        if self._anon is not None:
-            self._peak = max(self._peak, peak - self._anon)
-        self._anon = anon
-        self._peak_anon = max(self._peak_anon, peak)
+    def _note(self, anon: int, peak: int) -> int:
+        """Remember a step's numbers; returns the base."""
+        base = anon if self._base is None else min(self._base, anon)
+        self._peak = max(self._peak, peak - (self._anon or anon))
+        self._needed = max(self._needed, peak - base)
+        self._base, self._anon = base, anon
+        return base
+
+    def _trim(self) -> None:
+        self._give_back(0)
+        self._base = self._anon = self._read()[0]
+
+    def _read(self) -> tuple[int, int]:
+        """(anonymous bytes now, their peak since begin_step)"""
+        assert self._status is not None, "the observer is closed"
+        return self._anonymous(os.pread(self._status, 8192, 0))
 
     def _anonymous(self, status: bytes) -> tuple[int, int]:
         """(anonymous bytes now, their peak since begin_step)."""
@@ -238,13 +258,16 @@ class HostMemoryObserver:
         return anon, max(anon, fields[b"VmHWM"] - fields[b"RssShmem"] - fields[b"RssFile"])
 
     def relieve(self) -> int:
-        """See MemoryObserver: the C library gives back by itself what is large."""
-        return 0
+        """See MemoryObserver. Not for less than a page."""
+        before = self._anon
+        if self._base is not None and before < self._base + self._readings.read().page_bytes:
+            return 0
+        self._trim()
+        return max(0, before - self._anon)
 
     def exhausted(self, nbytes: int) -> None:
         """See MemoryObserver."""
-        assert self._status is not None, "the observer is closed"
-        anon, peak = self._anonymous(os.pread(self._status, 8192, 0))
+        anon, peak = self._read()
         most = anon + self._readings.read().total // EXHAUSTED_SHARE
         self._note(anon, max(peak, min(peak + nbytes, most)))
 
@@ -269,3 +292,9 @@ def _open_reset() -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _find_trim() -> Callable[[int], object]:
+    """glibc's malloc_trim(3), which also gives back pages in the middle of its heaps; elsewhere nothing."""
+    found: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
+    return found
