@@ -14,9 +14,11 @@ import zmq.asyncio
 
 from xllm_cli.core import (
     Abort,
+    Command,
     Counters,
     ErrorInfo,
     Fatal,
+    Fork,
     FromEngine,
     Heartbeat,
     Loading,
@@ -28,6 +30,7 @@ from xllm_cli.core import (
     Snapshot,
     StepEvents,
     ToEngine,
+    Trim,
     VmmReport,
 )
 from xllm_cli.errors import EngineDead, RequestError
@@ -133,6 +136,23 @@ def test_silence_counts_once_the_engine_serves_and_a_heartbeat_ends_it(tmp_path:
         await engine.say(Heartbeat())
         while client.silent_seconds() > 0.1:
             await asyncio.sleep(0.01)
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("command", "counts"), [(Fork(command_id="c", model="b", model_path="/b"), False), (Trim("c"), True)]
+)
+def test_while_a_checkpoint_may_be_read_silence_is_work(tmp_path: Path, command: Command, counts: bool) -> None:
+    async def scenario(client: EngineClient, engine: Engine) -> None:
+        await engine.say(READY)
+        await client.changed.wait()
+        waiting = asyncio.ensure_future(client.command(command, 0.3))
+        await asyncio.sleep(0.2)
+        assert (client.silent_seconds() > 0) == counts
+        with pytest.raises(RequestError, match="has not answered for"):
+            await waiting
+        assert client.silent_seconds() >= 0.3, "it is as silent as ever, and nobody waits any longer"
 
     run(tmp_path, scenario)
 

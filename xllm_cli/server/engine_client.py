@@ -22,6 +22,7 @@ from xllm_cli.core import (
     Done,
     ErrorInfo,
     Fatal,
+    Fork,
     FromEngine,
     Heartbeat,
     Loading,
@@ -32,10 +33,13 @@ from xllm_cli.core import (
     Snapshot,
     StepEvents,
     ToEngine,
+    UpdateWeights,
+    Wake,
 )
 from xllm_cli.errors import EngineDead, RequestError
 
 logger = logging.getLogger(__name__)
+READING = (Fork, UpdateWeights, Wake)  # these may read a whole checkpoint
 
 
 class EngineClient:
@@ -54,6 +58,7 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._queues: dict[str, asyncio.Queue[Output]] = {}
         self._commands: dict[str, asyncio.Future[Done]] = {}
+        self._num_reading = 0
         self._heard = time.monotonic()
         self._loading_since = time.monotonic()
         self.loading: Loading | None = None
@@ -149,6 +154,8 @@ class EngineClient:
         it may still do it then."""
         answered: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._commands[command.command_id] = answered
+        is_reading = isinstance(command, READING)
+        self._num_reading += is_reading
         try:
             if not self._send(command):
                 raise RequestError("the engine is gone", status=503, code="engine_dead")
@@ -159,6 +166,7 @@ class EngineClient:
             raise RequestError(text, status=503, code="engine_busy", retry_after=1) from error
         finally:
             self._commands.pop(command.command_id, None)
+            self._num_reading -= is_reading
 
     def fail_all(self, error: ErrorInfo) -> None:
         """End every open request and command with an error; the engine is told to forget the requests."""
@@ -179,8 +187,9 @@ class EngineClient:
         return time.monotonic() - self._loading_since
 
     def silent_seconds(self) -> float:
-        """Seconds since the engine said anything; 0 while it loads, which is the start-up probe's business."""
-        return time.monotonic() - self._heard if self.ready is not None else 0.0
+        """Seconds since the engine said anything; 0 while it loads, which is the start-up probe's business, and while
+        it may read a checkpoint by order: how long that may take is the order's business."""
+        return 0.0 if self.ready is None or self._num_reading else time.monotonic() - self._heard
 
     def close(self) -> None:
         """Close the sockets; messages not yet sent are dropped."""
