@@ -89,11 +89,13 @@ def test_guidellm_has_no_errors(tiny: Serving, clients: Path, tmp_path: Path):
 
 def test_schemathesis_finds_no_5xx_and_no_hang(tiny: Serving, clients: Path, tmp_path: Path):
     checks = "not_a_server_error,content_type_conformance,status_code_conformance"
-    # a limit of a few bytes makes every later request wait for memory, as it should: test_limits.py has that route
+    # a limit of a few bytes makes every later request wait for memory, as it should, and a pause for its end:
+    # test_limits.py and test_served.py have these routes
     run_client(
         tmp_path, clients / "schemathesis", "run", f"{tiny.url}/openapi.json", "--phases=coverage,fuzzing",
         "--max-examples=10", "--seed=2", f"--checks={checks}", "--request-timeout=20", "--continue-on-failure",
-        "--no-shrink", "--suppress-health-check=all", "--max-failures=20", "--exclude-path=/vmm/limit", seconds=200,
+        "--no-shrink", "--suppress-health-check=all", "--max-failures=20", "--exclude-path=/vmm/limit",
+        "--exclude-path=/pause", seconds=200,
     )  # fmt: skip
     served = tiny.log.read_text()
     for path in ("completions", "chat/completions", "responses", "messages"):
