@@ -72,6 +72,8 @@ def build_first(
     """As build_engine, and what other models in the same pool start from. `beat` is called often while weights are
     read, also later, when they are read again."""
     with ExitStack() as opened, explained():
+        progress("reading the model's configuration")
+        load_config(config.model.model)  # what is wrong there is said before anything is opened
         progress("opening the device")
         device = open_device(resolve_device(config.model.device), config)
         driver = driver or device.open_driver()
@@ -97,7 +99,6 @@ def explained() -> Iterator[None]:
 def build(start: Start) -> Built:
     """One model's engine. What it opens stays in `start.opened`: the engine closes it, too."""
     config, device = start.config, start.device
-    start.progress("reading the model's configuration")
     model_config = load_config(config.model.model)
     parts = _open_model(start)
     cache, group = parts.cache, parts.group
