@@ -92,6 +92,14 @@ def test_admin_routes_answer_on_loopback_or_with_a_key(
     assert error_of(answer)["code"] == ("vmm_weights_required" if status == 400 else "loopback_only")
 
 
+def test_every_route_that_changes_the_server_is_guarded(state: ServerState) -> None:
+    app = app_of(state)
+    paths = call(app, "/openapi.json").json()["paths"]
+    closed = {path for path in paths if call(app, path, "POST", host="10.0.0.7", json={}).status_code == 403}
+    orders = {"sleep", "wakeup", "wake_up", "fork_master", "update_weights", "pause", "resume", "vmm/limit", "vmm/trim"}
+    assert closed == {f"/{order}" for order in orders}
+
+
 def test_a_key_opens_admin_routes_from_afar(state: ServerState) -> None:
     assert call(app_of(state, "right"), "/sleep", "POST", host="10.0.0.7", headers=KEY).status_code == 400
 

@@ -24,7 +24,16 @@ from xllm_cli.core import Fork, UpdateWeights
 from xllm_cli.errors import ModelError, RequestError
 from xllm_cli.facts import peek
 from xllm_cli.server.failures import json_response
-from xllm_cli.server.orders import MOVE_SECONDS, answer, carry_out, command_id, fields, need_weights, schema
+from xllm_cli.server.orders import (
+    MOVE_SECONDS,
+    answer,
+    carry_out,
+    command_id,
+    fields,
+    need_weights,
+    refuse_transfer,
+    schema,
+)
 from xllm_cli.server.parsing import parse
 from xllm_cli.server.served import ServedModel
 from xllm_cli.server.state import ServerState
@@ -109,13 +118,7 @@ def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) 
 
 def _refuse_what_is_missing(state: ServerState, asked: ForkRequest) -> None:
     """RequestError 400 for what the original does and this server does not."""
-    for name in ("remote_addrs", "src_weight_segments"):
-        if getattr(asked, name):
-            text = (
-                f"{name}: remote weight transfer is not supported yet, it needs a fully resident pool (R12); leave it "
-                "out, and the weights are read from model_path"
-            )
-            raise RequestError(text, code="not_supported_yet", param=name)
+    refuse_transfer(asked)
     for name, section in (("nnodes", "distributed"), ("dp_size", "parallel")):
         wanted, own = getattr(asked, name), state.settings[section][name]
         if wanted is not None and wanted > own:

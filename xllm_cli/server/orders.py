@@ -40,6 +40,17 @@ def need_weights(state: ServerState) -> None:
         raise RequestError(text, code="vmm_weights_required", param="enable_vmm_weights")
 
 
+def refuse_transfer(asked: BaseModel) -> None:
+    """RequestError 400 where weights are to come from another server, as the original's forms may ask."""
+    for name in ("remote_addrs", "src_weight_segments"):
+        if getattr(asked, name):
+            text = (
+                f"{name}: remote weight transfer is not supported yet, it needs a fully resident pool (R12); leave it "
+                "out, and the weights are read from the model's folder"
+            )
+            raise RequestError(text, code="not_supported_yet", param=name)
+
+
 async def fields(request: HttpRequest, *, besides: tuple[str, ...] = ()) -> dict[str, Any]:
     """Body and query as one, the query without the names in `besides`; an absent body asks for nothing in particular.
     RequestError 400 for what is said twice, and differently."""

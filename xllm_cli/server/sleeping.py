@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -27,6 +27,7 @@ from xllm_cli.server.orders import (
     command_id,
     fields,
     need_weights,
+    refuse_transfer,
     schema,
 )
 from xllm_cli.server.parsing import parse
@@ -56,8 +57,8 @@ class WakeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     model_id: str | None = None
     master_status: Literal[0] = 0
-    remote_addrs: list[str] = Field([], max_length=0)
-    src_weight_segments: list[Any] = Field([], max_length=0)
+    remote_addrs: list[str] = []
+    src_weight_segments: list[Any] = []
 
 
 def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) -> APIRouter:
@@ -79,13 +80,13 @@ def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) 
     @router.post("/wakeup", openapi_extra=schema(WakeRequest))
     async def wakeup(request: HttpRequest) -> Response:
         need_weights(state)
-        asked = parse(WakeRequest, await fields(request))
+        asked = await _asked(request)
         return await _wake(state, state.models.find(asked.model_id, "model_id"))
 
     @router.post("/wake_up", openapi_extra=schema(WakeRequest, tags=list(TAGS)))
     async def wake_up(request: HttpRequest) -> Response:
         need_weights(state)
-        asked = parse(WakeRequest, await fields(request, besides=("tags",)))
+        asked = await _asked(request, "tags")
         model = state.models.find(asked.model_id, "model_id")
         tags = _tags(request.query_params.getlist("tags"))
         return await _wake(state, model) if not tags or "weights" in tags else _leave_weights(state, model)
@@ -109,6 +110,12 @@ def _tags(given: list[str]) -> set[str]:
     if not tags.issubset(TAGS):
         raise RequestError(f"tags are {' and '.join(TAGS)}", code="invalid_value", param="tags")
     return tags
+
+
+async def _asked(request: HttpRequest, *besides: str) -> WakeRequest:
+    asked = parse(WakeRequest, await fields(request, besides=besides))
+    refuse_transfer(asked)
+    return asked
 
 
 async def _wake(state: ServerState, model: ServedModel) -> Response:
