@@ -148,7 +148,8 @@ def test_what_is_so_already_is_a_conflict(elastic: Serving) -> None:
         ("/wakeup", {"model_id": "other"}, 404, "model_not_found"),
         ("/wakeup", {"master_status": 1}, 400, "invalid_value"),
         ("/wakeup", {"remote_addrs": ["h:1"]}, 400, "not_supported_yet"),
-        ("/wake_up?tags=all", {}, 400, "invalid_value"), ("/wakeup?tags=weights", {}, 400, "invalid_value"), ("/fork_master", {}, 400, "invalid_value"),
+        ("/wake_up?tags=all", {}, 400, "invalid_value"), ("/wakeup?tags=weights", {}, 400, "invalid_value"),
+        ("/fork_master", {}, 400, "invalid_value"),
         ("/fork_master", {"model_path": "/m"}, 400, "model_invalid"),
     ],
 )  # fmt: skip
