@@ -19,6 +19,7 @@ from xllm_cli.errors import MemoryShortage
 from xllm_cli.vmm.driver import Driver, VmmShortage
 
 LOCK_DEADLINE_SECONDS = 1.0
+CLOSE_AGAIN_SECONDS = 1.0
 FIXED_BATCH_PAGES = 64
 FIXED_THREADS = 4
 
@@ -97,6 +98,8 @@ class PagePool:
         self._driver = driver
         self._users = 0
         self._owned: set[int] = set()
+        self._unclosed: list[Callable[[], bool]] = []
+        self._closes_at = 0.0
         self._free: list[int] = []  # rising: adjacent pages together, so that runs of them share a kernel mapping
         self._lock = DeviceLock(lock_path) if lock_path is not None else None
         if fixed_pages is not None:
@@ -132,8 +135,25 @@ class PagePool:
             assert self._free[place : place + 1] != [handle], "a handle is given back twice"
             self._free.insert(place, handle)
 
+    def closes(self, attempt: Callable[[], bool]) -> bool:
+        """Whether this attempt to close something that has pages here succeeds. If not it is made again, now and then,
+        until it does: a device that refuses once would keep the pages for ever."""
+        if attempt():
+            return True
+        if attempt not in self._unclosed:
+            self._unclosed.append(attempt)
+        return False
+
+    def close_again(self) -> bool:
+        """Try what could not be closed before; True if nothing of that is left."""
+        self._closes_at = time.monotonic() + CLOSE_AGAIN_SECONDS
+        self._unclosed = [attempt for attempt in self._unclosed if not attempt()]
+        return not self._unclosed
+
     def trim(self) -> int:
         """Destroy the free handles of an elastic pool; returns how many. A page the driver kept stays free."""
+        if self._unclosed and time.monotonic() >= self._closes_at:
+            self.close_again()
         if self.is_fixed or not self._free:
             return 0
         return self._destroy_free()
@@ -163,6 +183,7 @@ class PagePool:
         self._users -= 1
         if self._users > 0:
             return True
+        self.close_again()
         if self._free:
             self._destroy_free()
         if self._lock is not None:

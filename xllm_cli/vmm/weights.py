@@ -172,7 +172,11 @@ class WeightArena:
             take(self._bytes(start, min(start + step, self.used)), start)
 
     def close(self) -> bool:
-        """Give everything back; False if a page is stuck or a tensor over it still lives, and the range is kept."""
+        """Give everything back; False if a page is stuck or a tensor over it still lives: the range is kept until it
+        can be released, see PagePool.closes()."""
+        return self._pool.closes(self._close)
+
+    def _close(self) -> bool:
         try:
             self.discard()
         except VmmError:

@@ -173,11 +173,14 @@ class VirtualKvStore:
 
     def close(self) -> bool:
         """See KvStore."""
-        for arena in self._arenas:
-            freed, _ = arena.unmap([page for page in range(arena.num_pages) if arena.is_mapped(page)])
-            self._pool.give(freed)
-        closed = all([arena.close() for arena in self._arenas])
+        closed = self._pool.closes(self._close_arenas)
         return self._pool.close() and closed
+
+    def _close_arenas(self) -> bool:
+        for arena in self._arenas:
+            freed, _ = arena.unmap([*arena.handles()])
+            self._pool.give(freed)
+        return all([arena.close() for arena in self._arenas])
 
 
 class PhysicalKvStore:

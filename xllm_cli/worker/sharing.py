@@ -99,7 +99,8 @@ class WeightsShare:
         self._weights.check()
         states = [user.state for user in self._weights.users]
         shallowest = min(states, key=DEPTH.__getitem__)
-        assert shallowest == self._weights.state, f"names are {states}, and the pages {self._weights.state}"
+        is_late = self._weights.is_late and DEPTH[shallowest] > DEPTH[self._weights.state]
+        assert is_late or shallowest == self._weights.state, f"names are {states}, the pages {self._weights.state}"
 
     def close(self) -> bool:
         """Let go; the last name gives everything back. False if a page or a tensor is still in use then. Doing it twice
@@ -109,11 +110,19 @@ class WeightsShare:
         self._weights.users.remove(self)
         if not self._weights.users:
             return self._weights.close()
+        self._weights.pool.closes(self._leave_to_others)
+        return True
+
+    def _leave_to_others(self) -> bool:
+        """The pages go where those who stay want them; False if the device refuses for now."""
         try:
-            self._follow([user.state for user in self._weights.users])
+            self._follow([user.state for user in self._weights.users] or ["awake"])
         except WeightsError as error:
             log.warning("weights that only sleepers use stay where they are for now: %s", error)
-        return True
+            self._weights.is_late = True
+        else:
+            self._weights.is_late = False
+        return not self._weights.is_late
 
 
 class Loaded(NamedTuple):

@@ -69,16 +69,17 @@ class Weights:
         self, arena: WeightArena, pool: PagePool, *, reload: Callable[[Refill], None], backup: Backup | None
     ) -> None:
         self._arena = arena
-        self._pool = pool
+        self.pool = pool
         self._reload = reload
         self._backup = backup
         self.state: State = "awake"
         self.users: list[User] = []
+        self.is_late = False  # nobody is awake, and the device did not let the pages go
 
     @property
     def nbytes(self) -> int:
         """Bytes of pages that the parameters need when awake."""
-        return self._arena.pages * self._pool.page_bytes
+        return self._arena.pages * self.pool.page_bytes
 
     @property
     def mapped_bytes(self) -> int:
@@ -101,7 +102,7 @@ class Weights:
         assert self.state != "deep" and level in LEVELS
         if self.state != "light":
             self._let_go(self._arena.discard)
-            self._pool.trim()
+            self.pool.trim()
         if level == 2 and self._backup is not None:
             self._backup.close()
             self._backup = None
@@ -156,7 +157,7 @@ class Weights:
             refill.finish()
         except BaseException:
             self._arena.discard()
-            self._pool.trim()
+            self.pool.trim()
             raise
         self._backup = copy_of(self._arena)
         return ""
