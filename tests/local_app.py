@@ -26,9 +26,9 @@ SNAPSHOT = Snapshot(memory=VmmReport(), counters=Counters())
 
 
 @contextmanager
-def local_state(folder: Path, **service: Any) -> Iterator[ServerState]:
+def local_state(folder: Path, vmm: dict[str, Any] | None = None, **service: Any) -> Iterator[ServerState]:
     """A state that is loading."""
-    config = Config.model_validate({"service": service})
+    config = Config.model_validate({"service": service, "vmm": vmm or {}})
     client = EngineClient(folder)
     instruments = Instruments("tiny")
     client.on_snapshot = instruments.step

@@ -108,10 +108,10 @@ class ScriptedServing(LocalServing):
 
 @contextmanager
 def local_serving(
-    folder: Path, model: Path | None = None, kind: type[LocalServing] = LocalServing
+    folder: Path, model: Path | None = None, kind: type[LocalServing] = LocalServing, **flags: Any
 ) -> Iterator[LocalServing]:
-    """An application and its engine; `folder` holds their sockets."""
-    with local_state(folder) as state:
+    """An application, as if started with `flags`, and its engine; `folder` holds their sockets."""
+    with local_state(folder, **flags) as state:
         serving = kind(folder, model or tiny_checkpoint("llama"), state)
         try:
             yield serving

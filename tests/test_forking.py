@@ -9,8 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
+from local_serving import ScriptedServing, local_serving
 from scripted_server import Server, ask, error_of, serving, wait_until, write_model
 from several_models import FLAGS, WEIGHTS, folder, fork, listed, refused
+
+from xllm_cli.server import forking
 
 pytestmark = pytest.mark.server
 
@@ -77,6 +80,20 @@ def test_a_fork_goes_on_without_its_client(server: Server, http: httpx.Client, m
     assert "alone" not in listed(http)
     wait_until(lambda: "alone" in listed(http))
     assert ask(http, "x", model="alone").json()["model"] == "alone"
+
+
+def test_a_fork_that_took_too_long_is_found_when_asked_for_again(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder(models, "slow", delay=0.6)
+    with local_serving(tmp_path, write_model(tmp_path / "tiny"), ScriptedServing, vmm=FLAGS) as serving:
+        monkeypatch.setattr(forking, "MOVE_SECONDS", 0.1)
+        assert refused(serving.post("/fork_master", model_path=path)) == (503, "engine_busy")
+        assert serving.post("/v1/completions", prompt="x", model="slow").status_code == 404
+        monkeypatch.setattr(forking, "MOVE_SECONDS", 30.0)
+        done = serving.post("/fork_master", model_path=path).json()
+        assert (done["before"], done["after"], done["taken"]) == ("awake", "awake", 0)
+        assert serving.post("/v1/completions", prompt="x", model="slow").json()["model"] == "slow"
 
 
 def test_what_the_engine_refuses_can_be_tried_again(http: httpx.Client, models: Path) -> None:
