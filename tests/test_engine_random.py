@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 from cache_ops import Clock, FakeRanks, make_cache, spec_of
 from checkpoints import tiny_checkpoint
+from covering import steps_until
 
 from xllm_cli import LLM
 from xllm_cli.core import Output, Request, Row, SamplingParams, StepPlan, StepResult, TokenLogprob
@@ -212,7 +213,7 @@ def test_random_plans_keep_every_promise(limits: StepLimits, kind: str):
     seed = SEEDS.randrange(1 << 32)
     print("seed", seed)
     traffic = Traffic(random.Random(seed), limits, is_virtual=kind != "physical", has_prefix=kind != "no-prefix")
-    for _ in range(500):
+    for _ in steps_until(lambda: min(traffic.seen["finished"], traffic.seen["exhausted"]) > 5, least=500, most=10_000):
         if traffic.rng.random() < 0.3 and len(traffic.alive) < 20:
             traffic.arrive()
         if traffic.rng.random() < 0.02:
@@ -226,8 +227,6 @@ def test_random_plans_keep_every_promise(limits: StepLimits, kind: str):
             break
         traffic.step()
     assert not traffic.alive, f"starved: {sorted(traffic.alive)}"
-    assert traffic.seen["finished"] > 5
-    assert traffic.seen["exhausted"] > 5
     assert traffic.cache.bands()["kv_live"] == 0
 
 
@@ -271,8 +270,8 @@ class Client:
     @property
     def has_seen_all(self) -> bool:
         """Everything that can go wrong has."""
-        c = self.llm.snapshot.counters
-        return min(c.preemptions, c.evicted_blocks, c.prefix_cache_hits, c.map_failures, len(self.ended) - 10) > 0
+        c, answered = self.llm.snapshot.counters, sum(output.error is None for output in self.ended.values())
+        return min(c.preemptions, c.evicted_blocks, c.prefix_cache_hits, c.map_failures, answered - 10) > 0
 
     def submit(self) -> None:
         prompt = [*self.rng.choice(self._bases)[: self.rng.randrange(1, 150)], self.rng.randrange(250)]
@@ -321,12 +320,13 @@ def test_random_traffic_over_failing_pages_gets_the_tokens_of_a_calm_engine(layo
     client = Client(llm, driver, rng)
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline or not client.has_seen_all:
-        assert time.monotonic() < deadline + 30
+        assert time.monotonic() < deadline + 60, llm.snapshot.counters
         client.act()
         client.step()
     llm.engine._cache.set_limit(None)
+    deadline = time.monotonic() + 60
     while llm.engine.has_work:
-        assert time.monotonic() < deadline + 30
+        assert time.monotonic() < deadline
         client.step()
     assert any(llm.close() for _ in range(client.planned + 1))  # a planned failure may still come
     assert (driver.usage()["handles"], driver.usage()["ranges"], driver.memfd_bytes()) == (0, 0, 0)
@@ -347,4 +347,3 @@ def check_tokens(client: Client) -> None:
             assert given == right, name
         else:
             assert client.ended[name].error.code == "kv_memory_unavailable", client.ended[name]
-    assert sum(client.ended[name].error is None for name in client.ended) > 10
