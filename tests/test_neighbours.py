@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -57,8 +58,8 @@ def state(*, cached: int = 0, running: int = 0) -> Snapshot:
     return Snapshot(memory=VmmReport(kv_cached=cached), counters=Counters(), num_running=running)
 
 
-def show(one: Neighbours, *, cached: int = 0, running: int = 0, short: int = 0) -> None:
-    one.publish(state(cached=cached, running=running), is_giving=True, short=short)
+def show(one: Neighbours, *, cached: int = 0, running: int = 0, short: int = 0, oldest_at: float | None = None) -> None:
+    one.publish(state(cached=cached, running=running), is_giving=True, short=short, oldest_at=oldest_at)
 
 
 # --- the folder
@@ -210,20 +211,67 @@ def test_nobody_is_asked_for_more_than_is_idle_there(join: Callable[[str], Neigh
     assert asked == [3 * MIB, 5 * MIB, 1 * MIB], "who has rested longest is asked first, who works last"
 
 
-def test_only_who_rests_is_asked_to_forget_for_the_sake_of_a_cache(
+def test_for_the_sake_of_a_cache_only_what_is_older_is_asked_for_oldest_first(
     join: Callable[[str], Neighbours], clock: Clock
 ) -> None:
-    poor, other = join("poor"), join("other")
-    show(other, cached=10 * MIB, running=1)
-    show(other, cached=10 * MIB)
-    assert poor.ask(MIB, only_resting=True) == 0
-    clock.now += peers.RESTING_SECONDS
-    assert poor.ask(MIB, only_resting=True) == MIB
+    poor, old, older, young = join("poor"), join("old"), join("older"), join("young")
+    show(old, cached=3 * MIB, oldest_at=50.0, running=1)
+    show(older, cached=5 * MIB, oldest_at=40.0)
+    show(young, cached=9 * MIB, oldest_at=60.0)
+    assert poor.ask(20 * MIB, older_than=60.0) == 8 * MIB
+    asked = [sum(question.bytes for question in one.receive()[0]) for one in (old, older, young)]
+    assert asked == [3 * MIB, 5 * MIB, 0]
+    clock.now += peers.ASK_SECONDS
+    assert poor.ask(MIB, older_than=40.0 + peers.OLDER_SECONDS) == 0, "hardly older: not worth it"
+
+
+def test_weights_that_are_set_aside_are_not_asked_for_the_sake_of_a_cache(join: Callable[[str], Neighbours]) -> None:
+    poor, rich = join("poor"), join("rich")
+    memory = VmmReport(kv_cached=MIB, parked=30 * MIB)
+    rich.publish(Snapshot(memory=memory, counters=Counters()), is_giving=True, short=0, oldest_at=None)
+    assert poor.ask(4 * MIB, older_than=99.0) == MIB
+
+
+def test_a_resting_neighbour_is_waited_for(join: Callable[[str], Neighbours]) -> None:
+    poor, rich, other = join("poor"), join("rich"), join("other")
+    show(rich, cached=2 * MIB)
+    poor.ask(2 * MIB)
+    (question,), _ = rich.receive()
+    show(poor, cached=MIB, running=1)
+    other.ask(3 * MIB)
+    rich.answer(question, MIB)
+    questions, given = poor.await_answers()
+    assert (questions[0].bytes, given) == (MIB, MIB)
+    assert poor.await_answers() == ([], 0), "it has answered"
+
+
+def test_a_neighbour_that_works_is_not_waited_for(join: Callable[[str], Neighbours]) -> None:
+    poor, busy = join("poor"), join("busy")
+    show(busy, cached=MIB, running=1)
+    assert poor.ask(MIB) == MIB
+    started = time.monotonic()
+    assert poor.await_answers() == ([], 0)
+    assert time.monotonic() - started < peers.ANSWER_PATIENCE
+
+
+def test_one_who_does_not_answer_is_waited_for_once_and_nobody_for_a_while(
+    join: Callable[[str], Neighbours], clock: Clock
+) -> None:
+    poor, deaf = join("poor"), join("deaf")
+    show(deaf, cached=50 * MIB)
+    waited = []
+    for pause in (0.0, peers.ASK_SECONDS, peers.SULK_SECONDS):
+        clock.now += pause
+        assert poor.ask(MIB) == MIB
+        started = time.monotonic()
+        assert poor.await_answers() == ([], 0)
+        waited.append(time.monotonic() - started >= peers.ANSWER_PATIENCE / 2)
+    assert waited == [True, False, True]
 
 
 def test_an_engine_that_cannot_give_is_not_asked(join: Callable[[str], Neighbours]) -> None:
     poor, fixed = join("poor"), join("fixed")
-    fixed.publish(state(cached=10 * MIB), is_giving=False, short=0)
+    fixed.publish(state(cached=10 * MIB), is_giving=False, short=0, oldest_at=None)
     assert poor.ask(MIB) == 0
 
 

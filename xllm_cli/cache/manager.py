@@ -158,7 +158,7 @@ class CacheManager:
         self._allocator.relieve()
         self._residency.expire(now)
         self._pool.settle_pages()
-        self._index.tick()
+        self._index.tick(now)
         compactor = self._allocator.compactor
         due = compactor.due(now)
         if due is not None and due <= now:
@@ -370,6 +370,11 @@ class CacheManager:
         """When the least recently used idle block was used, on a clock that the caches of a pool share (CacheOptions);
         None if no block is idle."""
         return self._index.oldest
+
+    @property
+    def oldest_idle_at(self) -> float | None:
+        """The same in seconds of the clock, which neighbours share."""
+        return self._index.oldest_at
 
     def forget_all(self) -> int:
         """Empty the prefix index: no later request hits anything computed before. Returns the blocks freed.

@@ -81,9 +81,10 @@ class KeyMaker:
 
 
 class _Generation:
-    """The idle entries last used by one plan, sorted only when eviction comes to them."""
+    """The idle entries last used by one plan, at `used_at`; sorted only when eviction comes to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, used_at: float) -> None:
+        self.used_at = used_at
         self.entries: dict[Entry, None] = {}
         self._order: list[Entry] | None = None
 
@@ -114,6 +115,7 @@ class PrefixIndex:
         self._idle: OrderedDict[int, _Generation] = OrderedDict()
         self._provisional: dict[Entry, None] = {}
         self._stamp = 0
+        self._now = 0.0
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -122,14 +124,20 @@ class PrefixIndex:
         """The entry that this very block is published under."""
         return self.by_block.get(block)
 
-    def tick(self) -> None:
-        """A plan ends: what is used from here on is younger."""
+    def tick(self, now: float = 0.0) -> None:
+        """A plan ends: what is used from here on is younger. `now` is in seconds of the owner's clock."""
         self._stamp = next(self._stamps)
+        self._now = now
 
     @property
     def oldest(self) -> int | None:
         """The stamp of the idle entries that are evicted first; None if there are none."""
         return next(iter(self._idle), None)
+
+    @property
+    def oldest_at(self) -> float | None:
+        """When those were last used, in seconds of the owner's clock; None if there are none."""
+        return next(iter(self._idle.values())).used_at if self._idle else None
 
     def find(self, parent: Entry | None, key: BlockKey) -> Entry | None:
         """The entry of exactly this prefix, or None."""
@@ -209,7 +217,7 @@ class PrefixIndex:
         entry.stamp = stamp
         generation = self._idle.get(stamp)
         if generation is None:
-            generation = self._idle[stamp] = _Generation()
+            generation = self._idle[stamp] = _Generation(self._now)
         generation.add(entry)
 
     def _unfile(self, entry: Entry) -> None:

@@ -332,6 +332,20 @@ class Engine:
         return max(self._cache.page_bytes, short - self._cache.headroom().bytes)
 
     @property
+    def ahead_bytes(self) -> int:
+        """What the next plan may take beyond the free memory: prefixes would go for it. 0 if others hold nothing."""
+        if not self._sequences or not self.lacks_free_memory:
+            return 0
+        wanted, page = self._scheduler.blocks_ahead() * self._cache.spec.bytes_per_block, self._cache.page_bytes
+        pages = wanted // page + 1 + len(self._cache.spec.tensors) if wanted else 0  # blocks end somewhere in theirs
+        return max(0, (pages - self._cache.headroom().bytes // page) * page - self._cache.bands()["kv_spare"])
+
+    @property
+    def oldest_idle_at(self) -> float | None:
+        """When the prefix that would go first was last used, in seconds of the clock; None if no block is idle."""
+        return self._cache.oldest_idle_at
+
+    @property
     def missing_bytes(self) -> int:
         """What the last wake-up lacked; 0 if it went well."""
         return self._slumber.missing

@@ -237,9 +237,14 @@ class Host:
         return max(engine.short_bytes for engine in self._engines)
 
     @property
-    def lacks_free_memory(self) -> bool:
+    def ahead_bytes(self) -> int:
+        """See Engine: of the one that may take most."""
+        return max(engine.ahead_bytes for engine in self._engines)
+
+    @property
+    def oldest_idle_at(self) -> float | None:
         """See Engine."""
-        return any(engine.lacks_free_memory for engine in self._engines)
+        return min((at for engine in self._engines if (at := engine.oldest_idle_at) is not None), default=None)
 
     @property
     def has_work(self) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import Output, StepPlan, StepResult, TokenLogprob
@@ -90,6 +91,19 @@ class Scheduler:
     def short_bytes(self) -> int:
         """KV bytes of the blocks that a sequence wanted in the last plan and could not have; 0 if nobody was short."""
         return self._draft.short_blocks * self._cache.spec.bytes_per_block
+
+    def blocks_ahead(self) -> int:
+        """The most blocks that the next plan takes: of prompts a step's worth, and fewer where prefixes are cached."""
+        cache, limits = self._cache, self._limits
+        tokens = self.pace.tokens if limits.prefill is None else min(self.pace.tokens, limits.prefill)
+        blocks = sum(cache.blocks_for(s.computed + 1) - len(s.table.blocks) for s in self.running if s.is_decoding)
+        for sequence in chain((s for s in self.running if not s.is_decoding), self.waiting):
+            if tokens < 1:
+                break
+            count = min(tokens, len(sequence.tokens) - sequence.computed)
+            tokens -= count
+            blocks += cache.blocks_for(sequence.computed + count + 1) - len(sequence.table.blocks)
+        return blocks
 
     def _obey_limit(self, draft: Draft) -> None:
         """A limit lowered below what running sequences hold: the youngest give way."""

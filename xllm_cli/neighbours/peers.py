@@ -1,8 +1,8 @@
 """One engine among its neighbours: it shows its state, gives what it does not use, and asks when it is short.
 
-A request is a datagram to another engine's socket; the kernel vouches for the sender's user. Nothing waits here: what
-a neighbour gives is memory that is free on the device, seen by the next observation, and its answer only says that
-looking again is worth it. An answer that does not come costs nothing but a later look.
+A request is a datagram to another engine's socket; the kernel vouches for the sender's user. What a neighbour gives is
+memory that is free on the device, seen by the next observation, and its answer only says that looking again is worth
+it. Nothing waits here but await_answers(), for ANSWER_PATIENCE: an answer that does not come costs a later look.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -29,7 +30,9 @@ DATAGRAM_BYTES = 512
 DATAGRAMS_AT_ONCE = 64
 PUBLISH_SECONDS = 0.05  # while rows run; an engine that falls idle is shown at once
 ASK_SECONDS = 0.05  # an unanswered question is asked again after this
-RESTING_SECONDS = 1.0  # without a row for so long, an engine rests
+OLDER_SECONDS = 1.0  # what a neighbour remembers is older by so much, or not worth moving pages for
+ANSWER_PATIENCE = 0.02  # how long a step is held up for the answer of one who rests, and answers at once
+SULK_SECONDS = 1.0  # nobody is waited for so soon after one who did not answer
 ANSWER_SECONDS = 0.01  # what one neighbour asks more often than this is not read
 NAME_CHARACTERS = 200  # of a model's name that neighbours see
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]  # what no device has would only overflow the totals
@@ -88,16 +91,18 @@ class Neighbours:
         self._decoder: msgspec.json.Decoder[Ask | Gave] = msgspec.json.Decoder(Ask | Gave)
         self._active_at = clock()
         self._outstanding = 0  # bytes asked for and not yet given
-        self._publish_at = self._ask_at = self._asked_at = 0.0
+        self._awaited: set[str] = set()  # addresses of those who rest, were asked and have not answered
+        self._publish_at = self._ask_at = self._asked_at = self._patient_at = 0.0
         self._last_read: dict[str, float] = {}
 
     def fileno(self) -> int:
         """Readable when a neighbour asks or answers."""
         return self._socket.fileno()
 
-    def publish(self, snapshot: Snapshot, *, is_giving: bool, short: int) -> None:
+    def publish(self, snapshot: Snapshot, *, is_giving: bool, short: int, oldest_at: float | None) -> None:
         """Show the state after a step; with rows running only a few times a second. `is_giving`: pages that leave go
-        back to the device. `short`: the bytes that requests wait for."""
+        back to the device. `short`: the bytes that requests wait for. `oldest_at`: when the prefix that would go first
+        was last used, None if none would."""
         now = self._clock()
         if snapshot.num_running:
             self._active_at = now
@@ -105,7 +110,8 @@ class Neighbours:
                 return
         self._publish_at = now + PUBLISH_SECONDS
         try:
-            self._file.write(self._status(snapshot, is_giving=is_giving, short=short, now=now))
+            status = self._status(snapshot, is_giving=is_giving, short=short, now=now)
+            self._file.write(msgspec.structs.replace(status, oldest_at=oldest_at or 0.0))
         except OSError as error:  # neighbours see what was, and ask for too much or too little
             log.debug("the status for neighbours cannot be written: %s", error)
 
@@ -137,23 +143,53 @@ class Neighbours:
         """The other engines of the device that are alive."""
         return [status for status in read_statuses(self._folder) if status.engine != self._first.engine]
 
-    def ask(self, nbytes: int, *, only_resting: bool = False) -> int:
-        """Ask for `nbytes` of those who have idle memory: who has rested longest first, and with `only_resting` nobody
-        who ran a row in the last second. Returns the bytes asked for; 0 while the last question is young."""
+    def ask(self, nbytes: int, *, older_than: float | None = None) -> int:
+        """Ask for `nbytes` of those who have idle memory, who has rested longest first. Returns the bytes asked for; 0
+        while the last question is young.
+
+        With `older_than`, a time of the clock, only those are asked who would forget something older first, and only
+        for what lies in pages that serve nobody: prefixes here are to stay, which is worth less than a request.
+        """
         now = self._clock()
         if nbytes <= 0 or now < self._ask_at:
             return 0
         self._ask_at, self._asked_at = now + ASK_SECONDS, now
+        self._awaited.clear()
         missing = nbytes
-        for peer in sorted(self.others(), key=lambda status: (status.running > 0, status.active_at)):
-            if only_resting and (peer.running or now - peer.active_at < RESTING_SECONDS):
-                break
-            share = min(missing, peer.idle)
-            if share > 0 and self._send(Ask(share), str(self._folder / f"{peer.engine}.sock")):
+        for peer, idle in self._askable(older_than):
+            share, address = min(missing, idle), str(self._folder / f"{peer.engine}.sock")
+            if share > 0 and self._send(Ask(share), address):
                 missing -= share
+                if not peer.running:
+                    self._awaited.add(address)
         self._outstanding = nbytes - missing
         self.counters.asked += self._outstanding
         return self._outstanding
+
+    def _askable(self, older_than: float | None) -> list[tuple[Status, int]]:
+        """(neighbour, bytes to ask of it at most), in the order in which they are asked."""
+        if older_than is None:
+            peers = sorted(self.others(), key=lambda status: (status.running > 0, status.active_at))
+            return [(peer, peer.idle) for peer in peers]
+        peers = [peer for peer in self.others() if peer.idle and peer.oldest_at < older_than - OLDER_SECONDS]
+        peers.sort(key=lambda status: status.oldest_at)
+        return [(peer, min(peer.idle, peer.kv_cached + peer.kv_spare + peer.free_handles)) for peer in peers]
+
+    def await_answers(self) -> tuple[list[Question], int]:
+        """receive() until those who rest have answered the last question, for ANSWER_PATIENCE at most, and not at all
+        for a while after somebody did not."""
+        questions: list[Question] = []
+        given = 0
+        deadline = self._clock() + ANSWER_PATIENCE
+        while self._awaited and self._patient_at <= self._clock():
+            left = deadline - self._clock()
+            if left <= 0 or not select.select([self._socket], [], [], left)[0]:
+                self._patient_at = self._clock() + SULK_SECONDS
+                break
+            more, gave = self.receive()
+            questions += more
+            given += gave
+        return questions, given
 
     def receive(self) -> tuple[list[Question], int]:
         """(what neighbours ask for, bytes they gave since the last call). Strangers and nonsense are dropped."""
@@ -167,6 +203,7 @@ class Neighbours:
             message = self._read(text) if _uid(ancillary) == os.getuid() else None
             if isinstance(message, Gave):
                 given += message.bytes
+                self._awaited.discard(sender)
                 self._outstanding -= message.bytes
                 if self._outstanding <= 0:  # else the rest may still be leaving there
                     self._ask_at = 0.0

@@ -30,7 +30,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `engine` names the file and the socket. `idle` could be given to the device now: cached blocks nobody uses, spares,
     free handles and parked weights; 0 where pages never leave (a fixed pool, a physical cache). `short` is what its
-    requests wait for. `active_at` is when a row last ran, in seconds of the machine's monotonic clock.
+    requests wait for. `active_at` is when a row last ran, and `oldest_at` when what it would forget first was last used
+    (0: nothing would be lost), both in seconds of the machine's monotonic clock.
     """
 
     engine: str
@@ -54,6 +55,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     running: int = 0
     waiting: int = 0
     active_at: float = 0.0
+    oldest_at: float = 0.0
     written_at: float = 0.0
 
 
