@@ -27,7 +27,7 @@ PROMPTS = [[7, 8, 9] * 90, [11] * 20]
 
 def open_llm(kind: str, *, model: str = "llama", **more: object) -> LLM:
     flags = {"enable_vmm_weights": True, "max_cache_size": 16 * MIB, "dtype": "float32", "block_size": 16}
-    return LLM(tiny_checkpoint(model), **flags, **KINDS[kind], **more)  # type: ignore[arg-type]
+    return LLM(tiny_checkpoint(model), **{**flags, **KINDS[kind], **more})  # type: ignore[arg-type]
 
 
 def answers(llm: LLM) -> list[list[int]]:

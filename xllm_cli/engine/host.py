@@ -134,7 +134,8 @@ class Host:
             return self._stepped_last.engine.step()
         outputs: list[Output] = []
         seconds: float | None = None
-        for model in self._due():
+        stepped = self._due()
+        for model in stepped:
             if model is not self._stepped_last:
                 model.look(self._others(model))
                 self._stepped_last = model
@@ -146,8 +147,10 @@ class Host:
             outputs += events.outputs
             if events.map_seconds is not None:
                 seconds = (seconds or 0.0) + events.map_seconds
-        self._look_everywhere(only=[model for model in self._models.values() if model.engine.lacking_bytes])
-        self._touched.update(self._room.settle(list(self._models.values())))
+        self._look_everywhere(only=[model for model in stepped if model.engine.lacking_bytes])
+        helped = self._room.settle(stepped, list(self._models.values()))
+        self._look_everywhere(only=helped)
+        self._touched.update(helped)
         return StepEvents(outputs, self.snapshot(), seconds)
 
     def _due(self) -> list[HostedModel]:
@@ -272,10 +275,12 @@ class Host:
                 model.loaded.weights.check()
 
     def close(self) -> bool:
-        """End all models; False if a page or a view leaked. Doing it twice changes nothing."""
-        engines = self._engines
+        """End all models; False if a page or a view leaked: those are tried again by the next call. Once all has ended
+        another call changes nothing."""
         for model in self._models.values():
             model.loaded = None  # its tensors look at pages that are given back
-        self._models.clear()
         self._touched.clear()
-        return all([engine.close() for engine in reversed(engines)])
+        for name, model in reversed(list(self._models.items())):
+            if model.engine.close():
+                del self._models[name]
+        return not self._models

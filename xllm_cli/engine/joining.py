@@ -10,6 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,7 +46,7 @@ class Joining:
         twin = next((model.loaded for model in models if model.comes_from(path)), None)
         opened = ExitStack()
         start = self._start.beside(self._limits, path, name, twin, opened)
-        built = self._make(lambda: build(start), start, models, asks=self._bytes_of(path) if twin is None else 0)
+        built = self._make(build, start, models, asks=self._bytes_of(path) if twin is None else 0)
         built.engine.report_neighbours(self.peers)
         return built
 
@@ -58,7 +59,7 @@ class Joining:
         start = self._start.beside(self._limits, path, model.name, None, ExitStack())
         self._check_form(model, path)
         asks = model.loaded.weights.nbytes
-        loaded = self._make(lambda: load_weights(start, pool), start, models, asks=asks)
+        loaded = self._make(lambda start: load_weights(start, pool), start, models, asks=asks)
         model.loaded = None  # its old weights go with the exchange
         model.engine.exchange(loaded)
         model.loaded, model.path = loaded, path
@@ -81,24 +82,24 @@ class Joining:
         except ModelError as error:
             raise RequestError(str(error), code="model_invalid", param="model_path") from error
 
-    def _make(self, make: Callable[[], Made], start: Start, models: Sequence[HostedModel], *, asks: int) -> Made:
+    def _make(self, make: Callable[[Start], Made], start: Start, models: Sequence[HostedModel], *, asks: int) -> Made:
         """`make` it once there is room for `asks` bytes; once more if it needed more than that."""
         if missing := self._missing(asks, models):
             self._room.make(None, missing, models)
-        made = self._attempt(make, start)
+        made = self._attempt(make, replace(start, room=_room_for_weights(models)))
         if isinstance(made, MemoryShortage | WeightsError) and self._room.make(None, max(asks, 1), models):
-            made = self._attempt(make, start)
+            made = self._attempt(make, replace(start, room=_room_for_weights(models)))
         if isinstance(made, Exception):
             raise _refusal(made, start.config.model.model)
         start.opened.pop_all()
         return made
 
-    def _attempt(self, make: Callable[[], Made], start: Start) -> Made | Exception:
+    def _attempt(self, make: Callable[[Start], Made], start: Start) -> Made | Exception:
         """What was made; or why it was not, once nothing of it is left. An error holds the frames that hold its memory,
         so what was opened is closed without it."""
         try:
             with explained():
-                return make()
+                return make(start)
         except (ModelError, MemoryShortage, WeightsError, DeviceError) as error:
             failure = type(error)(str(error))
         gc.collect()
@@ -109,10 +110,17 @@ class Joining:
 
     def _missing(self, nbytes: int, models: Sequence[HostedModel]) -> int:
         """What of `nbytes` neither caps nor free memory leave room for now."""
-        cache = models[0].cache
+        room, cache = _room_for_weights(models), models[0].cache
         seen = cache.observations[0]
         free = seen.free_handles + (seen.free - cache.keep_free() if cache.limits.elastic else 0)
-        return max(0, nbytes - min(free, cache.room_for_weights()))
+        return max(0, nbytes - min(free, room))
+
+
+def _room_for_weights(models: Sequence[HostedModel]) -> int:
+    """What the caps on all models leave, as of now."""
+    first, *others = models
+    first.look(others)
+    return first.cache.room_for_weights()
 
 
 def _refusal(error: Exception, path: str) -> RequestError:

@@ -49,7 +49,8 @@ class Start:
 
     `beat` is called often while weights are read: it takes long, and somebody wants to know that the engine lives.
     `pool` holds the pages of KV and weights, None where neither lives in pages. A model that joins others in it has
-    their `limits` and `stamps`, and a `twin` if one of them comes from the same checkpoint: it shares its weights.
+    their `limits` and `stamps`, `room` for so many bytes of weights at most, and a `twin` if one of them comes from the
+    same checkpoint: it shares its weights.
     """
 
     config: Config
@@ -62,6 +63,7 @@ class Start:
     stamps: Iterator[int] = field(default_factory=lambda: count(1))
     limits: Limits | None = None
     twin: Loaded | None = None
+    room: int | None = None
 
     def beside(self, first: Limits, path: str, model_id: str, twin: Loaded | None, opened: ExitStack) -> Start:
         """The start of another model in the same pool, under the caps of the `first`."""
@@ -112,7 +114,7 @@ def load_weights(start: Start, pool: PagePool) -> Loaded:
     arena = WeightArena(
         start.driver,
         pool,
-        min(nbytes, device.largest_range or nbytes),
+        _reserved(nbytes, device.largest_range, start.room),
         device=device.dlpack,
         fence=device.fence,
         keep_free=_keep_free(start),
@@ -122,6 +124,14 @@ def load_weights(start: Start, pool: PagePool) -> Loaded:
     start.progress("copying weights")
     made = Weights(arena, pool, reload=lambda memory: _read_again(start, memory), backup=copy_of(arena))
     return Loaded(model, WeightsShare(made))
+
+
+def _reserved(nbytes: int, *most: int | None) -> int:
+    """As much as that, but no more than any of these."""
+    least = min([nbytes, *(each for each in most if each is not None)])
+    if least <= 0:
+        raise MemoryShortage("what other models hold leaves no byte under --max_cache_size or --max_memory_utilization")
+    return least
 
 
 def _keep_free(start: Start) -> int:

@@ -8,7 +8,7 @@ What a model lacks comes from the others, in this order, as far as it is needed:
 
 If that is not enough and somebody has waited for CLAIM_SECONDS, whoever waits longest claims: models that have been
 awake for AWAKE_SECONDS admit nobody until they have run dry, sleep then (with --auto_sleep and --auto_wake, though
-requests wait), and come back by a claim of their own. Owns who claims; knows no request and no page.
+requests wait), and come back by a claim of their own. Knows no request and no page.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ class Room:
         self._auto_sleep = auto_sleep
         self._auto_wake = auto_wake
         self._clock = clock
-        self._claimant: HostedModel | None = None
 
-    def settle(self, models: Sequence[HostedModel]) -> list[HostedModel]:
-        """See to everybody who lacks memory; returns those who may find some now."""
-        lacking = [model for model in models if model.engine.lacking_bytes]
-        helped = [model for model in lacking if self.make(model, model.engine.lacking_bytes, models)]
-        self._claim([model for model in lacking if model not in helped], models)
+    def settle(self, stepped: Sequence[HostedModel], models: Sequence[HostedModel]) -> list[HostedModel]:
+        """See to everybody who lacked memory in the round that ends; `stepped` are those who tried. Returns those who
+        may find some now."""
+        helped = []
+        for model in stepped:
+            nbytes = model.engine.lacking_bytes
+            if nbytes and self.make(model, nbytes, models):
+                model.engine.try_again()
+                helped.append(model)
+        self._claim([model for model in models if model.engine.lacking_bytes and model not in helped], models)
         return helped
 
     def make(self, model: HostedModel | None, nbytes: int, models: Iterable[HostedModel]) -> int:
@@ -76,8 +80,6 @@ class Room:
         waiting = [(model.engine.waits_since, model) for model in lacking]
         due = [(since, model) for since, model in waiting if since is not None and now - since >= CLAIM_SECONDS]
         claimant = min(due, key=lambda pair: pair[0])[1] if due else None
-        if claimant is not self._claimant:
-            self._claimant = claimant
         for model in models:
             model.engine.gives_way = False
         if claimant is not None:

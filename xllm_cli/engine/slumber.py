@@ -93,6 +93,11 @@ class Slumber:
         self.put_off_by = error
         self._stirs_at = now + STIR_SECONDS
 
+    def stir(self) -> None:
+        """There may be memory now: the next try may come at once."""
+        self._stirs_at = 0.0
+        self.missing = 0
+
     def exchange(self, weights: WeightsShare) -> None:
         """These are the weights from now on, awake."""
         self._weights = weights

@@ -45,6 +45,7 @@ log = logging.getLogger("xllm.engine")
 
 WARM_UP_TOKENS = 64
 WARM_UP_SECONDS = 20.0
+JOINING_SECONDS = 0.5  # of a model that joins others: they stand still meanwhile, and may have the memory it wants
 WARM_UP_ID = "warm-up"
 
 
@@ -114,7 +115,7 @@ def build(start: Start) -> Built:
         grammars=Grammars(config.model.model, vocab_size=model_config.vocab_size, end_ids=model_config.eos_token_ids),
     )
     start.progress("warming up")
-    warm_up(engine, model_config.max_positions)
+    warm_up(engine, model_config.max_positions, WARM_UP_SECONDS if start.limits is None else JOINING_SECONDS)
     _capture_graphs(start, group, model_config.max_positions)
     cache.observe(group.observe())
     ready = Ready(
@@ -195,13 +196,14 @@ def _capture_graphs(start: Start, group: LocalGroup, context: int) -> None:
         group.capture(GraphOptions(runtime=runtime, sizes=sizes, max_context=context))
 
 
-def warm_up(engine: Engine, context: int) -> None:
-    """One short request through every stage, so that the first user's does not pay for first touches."""
+def warm_up(engine: Engine, context: int, seconds: float = WARM_UP_SECONDS) -> None:
+    """One short request through every stage, so that the first user's does not pay for first touches. It has so many
+    seconds, and whatever memory there is."""
     prompt = [0] * min(WARM_UP_TOKENS, context - 2)
     wanted = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     engine.submit(Request(request_id=WARM_UP_ID, prompt_ids=prompt, sampling=wanted))
-    engine.drain(time.monotonic() + WARM_UP_SECONDS)
+    engine.drain(time.monotonic() + seconds)
     if engine.has_work:
-        log.warning("the warm-up request did not end within %g s; starting without", WARM_UP_SECONDS)
+        log.warning("the warm-up request did not end within %g s; starting without", seconds)
         engine.abort(WARM_UP_ID)
     engine.start_counting()
