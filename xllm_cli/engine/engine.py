@@ -360,6 +360,10 @@ class Engine:
             return 0
         return max(self._cache.page_bytes, short - room.bytes)
 
+    def try_again(self) -> None:
+        """Others gave memory up: what waits for a wake-up need not wait longer to try it."""
+        self._slumber.stir()
+
     @property
     def waits_since(self) -> float | None:
         """When the head of the queue came, in seconds of the clock; None if nobody waits."""
