@@ -118,7 +118,19 @@ def test_a_failing_release_keeps_the_range_and_says_so():
     driver.fail("release", 1, False)
     assert not llm.close()
     assert driver.usage()["handles"] == 0
+    assert llm.close() and driver.usage()["ranges"] == 0
+
+
+def test_a_page_that_is_not_destroyed_is_given_back_by_the_next_close():
+    driver = FaultyDriver(open_driver("cpu"))
+    llm = LLM(tiny_checkpoint("llama"), driver=driver, max_cache_size=CACHE_BYTES, **FLAGS)
+    llm.generate([[1] * 40], SamplingParams(max_tokens=1))
+    driver.reset_counts()
+    driver.fail("destroy", 1, False)
+    assert not llm.close()
+    assert driver.usage()["handles"] == 1
     assert llm.close()
+    assert driver.usage()["handles"] == 0
 
 
 def check_that_a_half_made_delta_is_undone():
