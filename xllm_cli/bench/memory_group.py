@@ -15,7 +15,7 @@ from pathlib import Path
 
 from xllm_cli.errors import XllmError
 
-END_SECONDS = 5.0
+END_SECONDS = 30.0
 
 
 class NoMemoryGroup(XllmError):
