@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ from xllm_cli import LLM
 from xllm_cli.core import SamplingParams
 from xllm_cli.engine.hosted import HostedModel
 from xllm_cli.errors import RequestError
-from xllm_cli.vmm.driver import FaultyDriver, open_driver
+from xllm_cli.vmm.driver import FaultyDriver, VmmError, open_driver
 from xllm_cli.vmm.pool import PagePool
 
 MIB = 1 << 20
-PAGE = 128 << 10
+PAGE = 512 << 10
 TOTAL = 512 * MIB
 KINDS: dict[str, dict[str, Any]] = {
     "elastic": {"enable_vmm_kvcache": True, "vmm_elastic": True},
@@ -124,6 +124,27 @@ def check(llm: LLM) -> None:
 
 def _is_virtual(llm: LLM) -> bool:
     return any(model.cache.page_bytes > 1 for model in hosted(llm).values())
+
+
+def use_up_faults(driver: FaultyDriver, most: int) -> None:
+    """Let what was planned and did not come happen here, to nobody: no more than `most` of each verb."""
+    driver.reset_counts()
+    for _ in range(most):
+        start = _insist(lambda: driver.reserve(PAGE))
+        (handle,) = _insist(lambda: driver.create(1))
+        _insist(lambda start=start, handle=handle: driver.map([(start, handle)]))
+        while driver.unmap([start]):
+            pass
+        while driver.destroy([handle]):
+            pass
+        _insist(lambda start=start: driver.release(start, PAGE))
+
+
+def _insist(call: Callable[[], Any]) -> Any:
+    for _ in range(ATTEMPTS):
+        with suppress(VmmError):
+            return call()
+    raise AssertionError(f"failed {ATTEMPTS} times")
 
 
 @contextmanager

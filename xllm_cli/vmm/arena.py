@@ -144,7 +144,7 @@ class Arena(Range):
         try:
             self._driver.release(self.address, self.nbytes)
         except VmmError as error:
-            logger.warning("arena %#x kept: %s", self.address, error)
+            logger.warning("arena %#x kept: %s", self.address, str(error))  # a record would keep the error's frames
             return False
         self._closed = True
         return True

@@ -118,7 +118,7 @@ class WeightsShare:
         try:
             self._follow([user.state for user in self._weights.users] or ["awake"])
         except WeightsError as error:
-            log.warning("weights that only sleepers use stay where they are for now: %s", error)
+            log.warning("weights that only sleepers use stay where they are for now: %s", str(error))
             self._weights.is_late = True
         else:
             self._weights.is_late = False
