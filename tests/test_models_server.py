@@ -1,0 +1,134 @@
+"""Several real models in one server, over HTTP: forked, shared, exchanged, paused, and seen from a second process."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from checkpoints import tiny_checkpoint
+from real_server import Serving
+from several_models import fork, listed, refused
+
+MIB = 1 << 20
+FLAGS = (
+    "--enable_vmm_weights=true", "--enable_vmm_kvcache=true", "--vmm_elastic=true", "--block_size=16",
+    "--dtype=float32", f"--max_cache_size={64 * MIB}",
+)  # fmt: skip
+ASKED = {"prompt": [7, 8, 9] * 30, "max_tokens": 12, "ignore_eos": True}
+
+
+def path(checkpoint: str) -> str:
+    return str(tiny_checkpoint(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    base = tmp_path_factory.mktemp("models")
+    serving = Serving(base, tiny_checkpoint("llama"), *FLAGS, f"--vmm_neighbours_dir={base}")
+    yield serving
+    assert serving.stop() == 0 and "Traceback" not in serving.log.read_text(), serving.log.read_text()
+
+
+def answer(server: Serving, model: str) -> str:
+    said = server.complete(**ASKED, model=model)
+    assert said["model"] == model
+    return str(said["choices"][0]["text"])
+
+
+def holds_what_it_says(server: Serving) -> None:
+    """Once nothing is on its way back: the bytes of the pool as another process sees them."""
+    memory = server.wait_until(lambda memory: memory["kv_spare"] == memory["free_handles"] == 0)
+    assert server.memfd_bytes() == memory["physical"] > 0
+
+
+def test_forks_answer_and_share(server: Serving) -> None:
+    alone = answer(server, "llama")
+    fork(server.http, path("qwen3"))
+    before = server.vmm()["weights"]
+    twin = fork(server.http, path("llama"), model_id="twin")
+    assert server.vmm()["weights"] == before and twin["weights"] > 0
+    assert answer(server, "twin") == answer(server, "llama") == alone != answer(server, "qwen3")
+    holds_what_it_says(server)
+    assert list(listed(server.http)) == ["llama", "qwen3", "twin"]
+
+
+def test_one_sleeps_while_its_twin_serves(server: Serving) -> None:
+    fork(server.http, path("llama"), model_id="twin")
+    expected = answer(server, "llama")
+    assert server.http.post("/sleep", json={"model_id": "twin", "master_status": 2}).json()["after"] == "deep"
+    asked = {"prompt": "x", "model": "twin"}
+    assert refused(server.http.post("/v1/completions", json=asked)) == (503, "model_sleeping")
+    assert answer(server, "llama") == expected and listed(server.http)["twin"]["state"] == "deep"
+    assert server.http.post("/wakeup", json={"model_id": "twin"}).json()["before"] == "deep"
+    assert answer(server, "twin") == expected
+
+
+def test_an_update_takes_what_is_in_the_folder(server: Serving) -> None:
+    fork(server.http, path("llama"), model_id="updated")
+    expected = answer(server, "updated")
+    done = server.http.post("/update_weights", json={"model_id": "updated"})
+    assert done.status_code == 200 and answer(server, "updated") == expected
+    other = server.http.post("/update_weights", json={"model_id": "updated", "model_path": path("qwen3")})
+    assert refused(other) == (400, "model_invalid") and answer(server, "updated") == expected
+
+
+def test_paused_requests_run_at_last(server: Serving) -> None:
+    fork(server.http, path("qwen3"))
+    expected = answer(server, "qwen3")
+    assert server.http.post("/pause", json={"model_id": "qwen3"}).json()["models"]["qwen3"]["after"] == "paused"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(answer, server, "qwen3")
+        server.wait_until(lambda memory: server.metric("vllm:num_requests_waiting") == 1)
+        assert answer(server, "llama") and not waiting.done()
+        assert server.http.post("/resume", json={"model_id": "qwen3"}).json()["status"] == "running"
+        assert waiting.result() == expected
+
+
+def test_a_limit_of_one_model_is_its_own(server: Serving) -> None:
+    fork(server.http, path("qwen3"))
+    for model in ("llama", "qwen3"):
+        answer(server, model)
+    capped = server.http.post("/vmm/limit", json={"model_id": "qwen3", "bytes": 1}).json()
+    assert (capped["model_id"], capped["limit"]) == ("qwen3", 1)
+    assert server.vmm()["limit"] is None and answer(server, "llama")
+    assert server.http.post("/vmm/limit", json={"model_id": "qwen3", "bytes": 0}).json()["limit"] is None
+    assert answer(server, "qwen3")
+
+
+ORDERS = (
+    ("/sleep", {"mode": "wait"}), ("/sleep", {"mode": "abort", "master_status": 2}), ("/sleep", {"park": True}),
+    ("/wakeup", {}), ("/update_weights", {}), ("/vmm/trim", {}), ("/fork_master", {}),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_orders_and_requests_at_random_change_no_answer(tmp_path: Path) -> None:
+    seed = int(time.time())
+    print(f"seed {seed}")
+    paths = {"llama": path("llama"), "twin": path("llama"), "qwen3": path("qwen3")}
+    flags = (*FLAGS, "--auto_wake=true", "--auto_sleep=true", f"--vmm_neighbours_dir={tmp_path}")
+    serving = Serving(tmp_path, tiny_checkpoint("llama"), *flags)
+    for name, folder in paths.items():
+        fork(serving.http, folder, model_id=name)
+    expected = {name: answer(serving, name) for name in paths}
+
+    def client(number: int) -> None:
+        chosen = random.Random(seed + number)
+        for _ in range(40):
+            name = chosen.choice(list(paths))
+            got = serving.http.post("/v1/completions", json={**ASKED, "temperature": 0, "model": name})
+            assert got.status_code == 503 or got.json()["choices"][0]["text"] == expected[name], got.text
+            order, body = chosen.choice(ORDERS)
+            more = {"model_path": paths[name]} if order == "/fork_master" else {}
+            done = serving.http.post(order, json={"model_id": name, **body, **more})
+            assert done.status_code in (200, 409, 503), (order, done.text)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(client, range(4)))
+    assert {name: answer(serving, name) for name in paths} == expected
+    holds_what_it_says(serving)
+    assert serving.stop() == 0 and "Traceback" not in serving.log.read_text()
