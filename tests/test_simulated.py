@@ -270,6 +270,22 @@ def disturb(accelerator: Accelerator, rng: random.Random) -> None:
             device.take(rng.choice((PAGE, MIB)))
 
 
+def calm(accelerator: Accelerator) -> None:
+    """All of it ends, but for what is still planned."""
+    accelerator.script([0])
+    accelerator.device.peer = 0
+    accelerator.device.give(accelerator.device.outside - accelerator.allocator.reserved())
+
+
+def is_served_at_last(accelerator: Accelerator, llm: LLM, load: list[list[int]], right: list[list[int]]) -> bool:
+    """Whether all is answered as ever once what was still planned has happened."""
+    for _ in range(10):
+        calm(accelerator)
+        if [answer.token_ids for answer in llm.generate(load, greedy(25))] == right:
+            return True
+    return False
+
+
 @pytest.mark.parametrize("statistics", [True, False])
 def test_no_amount_of_bad_luck_ends_the_engine_or_changes_a_token(monkeypatch, statistics: bool):
     seed = random.SystemRandom().randrange(1 << 32)
@@ -282,31 +298,30 @@ def test_no_amount_of_bad_luck_ends_the_engine_or_changes_a_token(monkeypatch, s
         given: dict[str, list[int]] = {}
         ended: dict[str, Output] = {}
         deadline = time.monotonic() + 2.5
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or len(ended) < 24:
+            assert time.monotonic() < deadline + 60
             if len(given) - len(ended) < 12:
                 name = str(len(given))
                 given[name] = []
                 prompt = load[int(name) % len(load)]
                 assert llm.engine.submit(Request(request_id=name, prompt_ids=prompt, sampling=greedy(25))) is None
-            if rng.random() < 0.2:
+            if ended and rng.random() < 0.2:
                 disturb(accelerator, rng)
             for output in llm.engine.step().outputs:
                 given[output.request_id] += output.token_ids
                 if output.finish:
                     ended[output.request_id] = output
             llm.engine.check()
-        accelerator.script([0])
-        accelerator.device.peer = 0
-        accelerator.device.give(accelerator.device.outside - accelerator.allocator.reserved())
+        calm(accelerator)
         for output in llm.engine.drain(time.monotonic() + 40):
             given[output.request_id] += output.token_ids
             if output.finish:
                 ended[output.request_id] = output
         llm.engine.check()
         assert not llm.engine.has_work
+        # without statistics a great fall is kept free for good, and what comes later may find nothing
+        assert not statistics or is_served_at_last(accelerator, llm, load, right)
     codes = {output.error.code for output in ended.values() if output.error}
     assert codes <= {"kv_memory_unavailable", "execution_memory_unavailable"}
     for name, output in ended.items():
         assert output.error or given[name] == right[int(name) % len(load)], name
-    # without statistics a great fall is kept free for good, and what comes later may find nothing
-    assert sum(not output.error for output in ended.values()) >= (12 if statistics else 1)
