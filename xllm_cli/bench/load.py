@@ -42,11 +42,13 @@ class Workload(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """One request: seconds to its first token, seconds between tokens after it, and how many tokens came."""
+    """One request: seconds to its first token, seconds between tokens after it, how many tokens came, and how many of
+    the prompt's were computed, not found in a cache."""
 
     first: float
     between: float
     tokens: int
+    computed: int
 
 
 class LoadResult(NamedTuple):
@@ -100,9 +102,10 @@ async def _run(address: Address, workload: Workload, numbers: random.Random) -> 
     )
 
 
-async def complete(address: Address, prompt: list[int], output_tokens: int) -> Timing:
-    """One streamed completion that ignores end tokens."""
+async def complete(address: Address, prompt: list[int], output_tokens: int, *, model: str = "") -> Timing:
+    """One streamed completion that ignores end tokens; of the server's first model unless another is named."""
     body = {
+        "model": model,
         "prompt": prompt,
         "max_tokens": output_tokens,
         "temperature": 0,
@@ -112,7 +115,7 @@ async def complete(address: Address, prompt: list[int], output_tokens: int) -> T
     }
     start = time.perf_counter()
     first = last = start
-    tokens = 0
+    tokens, computed = 0, len(prompt)
     async with asyncio.timeout(REQUEST_SECONDS):
         async for event in _events(address, json.dumps(body).encode()):
             if "error" in event:
@@ -122,9 +125,10 @@ async def complete(address: Address, prompt: list[int], output_tokens: int) -> T
                 first = last if first == start else first
             if event.get("usage"):
                 tokens = event["usage"]["completion_tokens"]
+                computed -= (event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     if not tokens:
         raise LoadError("the stream ended without usage")
-    return Timing(first=first - start, between=(last - first) / max(1, tokens - 1), tokens=tokens)
+    return Timing(first=first - start, between=(last - first) / max(1, tokens - 1), tokens=tokens, computed=computed)
 
 
 async def _events(address: Address, body: bytes) -> AsyncIterator[dict[str, Any]]:

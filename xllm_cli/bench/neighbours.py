@@ -6,9 +6,10 @@ Three ways to share it, in the same processes and on the same trace, one after t
     elastic  no parts: who peaks takes what the others only remember
     ample    every server has its own part, of a budget with which parts do as well as elastic
 
-A peak is a set of conversations that fits the whole budget but no part of it: the first turn of each is computed (not
-counted), further turns hit what is still cached. Compared is the time to the first token of further turns. Then, alone:
-how fast a limit takes effect on an idle server, and how fast a starving one gets what an idle one remembers.
+A peak is a set of conversations that fits the whole budget but no part of it; at any moment one server has its peak, so
+that what is in use never exceeds the budget. The first turn of each conversation is computed and not counted; a further
+turn adds a few tokens to a prompt that is still cached or, a miss, is computed anew. Compared is the time to the first
+token of further turns. What happens to one question for 64 MiB is in reaction.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,14 +25,18 @@ from typing import NamedTuple
 
 import click
 
-from xllm_cli.bench.load import TOKEN_IDS, Address, LoadError, complete
+from xllm_cli.bench.load import TOKEN_IDS, Address, LoadError, Timing, complete
 from xllm_cli.bench.memory_group import MemoryGroup, memory_group
-from xllm_cli.bench.servers import Server, memory, order
+from xllm_cli.bench.reaction import measure_reaction
+from xllm_cli.bench.rows import line
+from xllm_cli.bench.servers import Server, memory, order, unwinding_on_sigterm
 from xllm_cli.errors import XllmError
 from xllm_cli.fetch import fetch
 
 MIB = 1 << 20
 OUTPUT_TOKENS = 8
+ADDED_TOKENS = 16  # that a further turn says
+BLOCK_TOKENS = 16  # so that what a hit leaves to compute is the turn, not the rest of a block
 BUDGET = 0.6  # of what all working sets together need: the budget of `shares` and `elastic`
 SLACK = 8 * MIB  # by which the budget may be missed: processes breathe
 
@@ -45,16 +49,32 @@ class Peak(NamedTuple):
     turns: int
     at_once: int
 
+    def prompts(self, seed: int) -> list[list[int]]:
+        """What each conversation says from its first turn to its last."""
+        numbers, length = random.Random(seed), self.prompt_tokens + self.turns * ADDED_TOKENS
+        return [[numbers.randrange(TOKEN_IDS) for _ in range(length)] for _ in range(self.conversations)]
+
 
 class Outcome(NamedTuple):
-    """One way to share: seconds to the first token of every further turn, and requests that failed."""
+    """One way to share: what every further turn took, and how many requests failed."""
 
-    first: list[float]
+    turns: list[Timing]
     failed: int
 
     def quantile(self, share: float) -> float:
-        """The value that `share` of the turns stay below."""
-        return sorted(self.first)[min(len(self.first) - 1, int(share * len(self.first)))]
+        """The seconds to the first token that `share` of the turns stay below."""
+        first = sorted(turn.first for turn in self.turns)
+        return first[min(len(first) - 1, int(share * len(first)))]
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that were computed."""
+        return sum(turn.computed for turn in self.turns)
+
+    @property
+    def misses(self) -> int:
+        """Turns of which more was computed than they added."""
+        return sum(turn.computed > ADDED_TOKENS + BLOCK_TOKENS for turn in self.turns)
 
 
 @click.command("neighbours", context_settings={"ignore_unknown_options": True})
@@ -62,21 +82,21 @@ class Outcome(NamedTuple):
 @click.option("--servers", "count", default=3, show_default=True, type=click.IntRange(2, 8))
 @click.option("--conversations", default=6, show_default=True, type=click.IntRange(2))
 @click.option("--prompt_tokens", default=500, show_default=True, type=click.IntRange(64))
-@click.option("--turns", default=4, show_default=True, type=click.IntRange(1), help="counted turns of a conversation")
+@click.option("--turns", default=6, show_default=True, type=click.IntRange(1), help="counted turns of a conversation")
 @click.argument("server_flags", nargs=-1, type=click.UNPROCESSED)
 def command(
     *, model: str | None, count: int, conversations: int, prompt_tokens: int, turns: int, server_flags: tuple[str, ...]
 ) -> None:
     """Servers with staggered peaks on one budget against fixed shares of it. Needs root, for a memory cgroup."""
     peak = Peak(conversations, prompt_tokens, turns, at_once=2)
-    flags = [f"--model={model or fetch('smollm2-135m-instruct')}", *server_flags]
-    with memory_group() as group, contextlib.ExitStack() as stack:
-        addresses = [server.address for server in _start(flags, count, group, stack)]
-        trial = Trial(group, addresses, peak)
-        for line in trial.compare():
-            click.echo(line)
-        for line in trial.react():
-            click.echo(line)
+    with unwinding_on_sigterm(), memory_group() as group:
+        flags = [f"--model={model or fetch('smollm2-135m-instruct')}", f"--block_size={BLOCK_TOKENS}", *server_flags]
+        with contextlib.ExitStack() as stack:
+            addresses = [server.address for server in _start(flags, count, group, stack)]
+            for text in Trial(group, addresses, peak).compare():
+                click.echo(text)
+        for row in measure_reaction():
+            click.echo(line(row))
 
 
 def _start(flags: list[str], count: int, group: MemoryGroup, stack: contextlib.ExitStack) -> Iterator[Server]:
@@ -107,16 +127,24 @@ class Trial:
             f"{len(self._addresses)} servers, a peak needs {self._need / MIB:.0f} MiB of KV; "
             f"{self._peak.conversations} conversations of {self._peak.prompt_tokens} tokens, {self._peak.turns} turns"
         )
-        yield f"{'':8} {'budget MiB':>10} {'p50 ms':>8} {'p99 ms':>8} {'p99 ratio':>9} {'turns':>6} {'failed':>6}"
+        yield (
+            f"{'':8} {'budget MiB':>10} {'p50 ms':>8} {'p99 ms':>8} {'p99 ratio':>9} {'turns':>6} {'missed':>6} "
+            f"{'computed':>8} {'asked MiB':>9} {'failed':>6}"
+        )
         base = 0.0
         for name, total, is_shared in (("shares", budget, True), ("elastic", budget, False), ("ample", whole, True)):
+            asked = self._asked()
             outcome = self._share(total, is_shared=is_shared)
             worst = outcome.quantile(0.99)
             base = base or worst
             yield (
                 f"{name:8} {total / MIB:>10.0f} {outcome.quantile(0.5) * 1e3:>8.1f} {worst * 1e3:>8.1f} "
-                f"{base / worst:>9.2f} {len(outcome.first):>6} {outcome.failed:>6}"
+                f"{base / worst:>9.2f} {len(outcome.turns):>6} {outcome.misses:>6} {outcome.computed:>8} "
+                f"{(self._asked() - asked) / MIB:>9.0f} {outcome.failed:>6}"
             )
+
+    def _asked(self) -> int:
+        return sum(memory(address)["neighbours"]["asked"] for address in self._addresses)
 
     def _share(self, total: int, *, is_shared: bool) -> Outcome:
         self._empty()
@@ -125,7 +153,7 @@ class Trial:
             order(address, "/vmm/limit", {"bytes": total // len(self._addresses) if is_shared else 0})
         parts = [self._run_peak(address, seed=number) for number, address in enumerate(self._addresses)]
         self._empty()
-        return Outcome([first for part in parts for first in part.first], sum(part.failed for part in parts))
+        return Outcome([turn for part in parts for turn in part.turns], sum(part.failed for part in parts))
 
     def _empty(self) -> None:
         for address in self._addresses:
@@ -145,46 +173,13 @@ class Trial:
         raise XllmError(f"a budget of {total} bytes cannot be set: {room} may be mapped. Is the machine busy?")
 
     def _run_peak(self, address: Address, *, seed: int) -> Outcome:
-        numbers = random.Random(seed)
-        length, count = self._peak.prompt_tokens, self._peak.conversations
-        prompts = [[numbers.randrange(TOKEN_IDS) for _ in range(length)] for _ in range(count)]
-        return asyncio.run(_talk(address, prompts, self._peak))
-
-    def react(self) -> Iterator[str]:
-        """How fast a limit takes effect, and how fast a neighbour's idle memory arrives; medians of five."""
-        rich, poor = self._addresses[:2]
-        limits, answers = [], []
-        for number in range(5):
-            self._empty()
-            self._run_peak(rich, seed=number)
-            done = order(rich, "/vmm/limit", {"bytes": 2 * MIB})
-            limits.append((done["milliseconds"], done["freed"]))
-        yield (
-            f"limit on an idle server: {statistics.median(took for took, _ in limits):.1f} ms for "
-            f"{statistics.median(freed for _, freed in limits) / MIB:.0f} MiB, "
-            f"{statistics.median(freed / took for took, freed in limits) / 1e6:.1f} GB/s"
-        )
-        for number in range(5):
-            self._empty()
-            self._run_peak(rich, seed=number)
-            before = memory(poor)["neighbours"]["received"]
-            self._set_budget(2 * SLACK)
-            self._run_peak(poor, seed=number)
-            now = memory(poor)["neighbours"]
-            if now["received"] > before:
-                answers.append((now["answer_microseconds"] / 1e3, now["received"] - before))
-            self._group.limit(self._group.used() + 4 * self._need)
-        if answers:
-            yield (
-                f"a neighbour's idle memory: {statistics.median(took for took, _ in answers):.1f} ms from the last "
-                f"question to its answer, {statistics.median(got for _, got in answers) / MIB:.0f} MiB in all"
-            )
+        return asyncio.run(_talk(address, self._peak, seed))
 
 
-async def _talk(address: Address, prompts: list[list[int]], peak: Peak) -> Outcome:
+async def _talk(address: Address, peak: Peak, seed: int) -> Outcome:
     """Every conversation's first turn, then `turns` rounds of the next ones, a few at a time."""
     seats = asyncio.Semaphore(peak.at_once)
-    first: list[float] = []
+    counted: list[Timing] = []
     failures: list[LoadError] = []
 
     async def turn(prompt: list[int], *, is_counted: bool) -> None:
@@ -195,8 +190,10 @@ async def _talk(address: Address, prompts: list[list[int]], peak: Peak) -> Outco
                 failures.append(error)
                 return
         if is_counted:
-            first.append(timing.first)
+            counted.append(timing)
 
+    prompts = peak.prompts(seed)
     for number in range(peak.turns + 1):
-        await asyncio.gather(*(turn(prompt, is_counted=number > 0) for prompt in prompts))
-    return Outcome(first, len(failures))
+        length = peak.prompt_tokens + number * ADDED_TOKENS
+        await asyncio.gather(*(turn(prompt[:length], is_counted=number > 0) for prompt in prompts))
+    return Outcome(counted, len(failures))

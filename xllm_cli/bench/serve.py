@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -20,11 +18,11 @@ from urllib.parse import urlsplit
 
 import click
 
-from xllm_cli.bench import neighbours, sleep
+from xllm_cli.bench import models, neighbours, sleep
 from xllm_cli.bench.load import Address, LoadResult, Workload, run_load
 from xllm_cli.bench.rows import HEADING, line
 from xllm_cli.bench.rows import as_json as rows_as_json
-from xllm_cli.bench.servers import Server, counters, memory
+from xllm_cli.bench.servers import Server, counters, memory, unwinding_on_sigterm
 from xllm_cli.errors import ConfigError
 from xllm_cli.fetch import fetch
 
@@ -58,6 +56,7 @@ def group() -> None:
 
 group.add_command(neighbours.command)
 group.add_command(sleep.command)
+group.add_command(models.command)
 
 
 @group.command("serve", context_settings={"ignore_unknown_options": True})
@@ -142,16 +141,6 @@ def parse_url(url: str) -> Address:
     if parts.scheme != "http" or not parts.hostname:
         raise ConfigError(f"--url={url}: must look like http://127.0.0.1:8010")
     return Address(parts.hostname, parts.port or 80)
-
-
-@contextlib.contextmanager
-def unwinding_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit in here, so that the servers that were started are stopped."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def start_servers(flags: list[str], stack: contextlib.ExitStack) -> Iterator[tuple[str, Server]]:

@@ -6,13 +6,15 @@ Owns ports, log files and deadlines. Reads /health, /metrics and /vmm; knows not
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,16 @@ class Server:
 
     def _tail(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
+
+
+@contextmanager
+def unwinding_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit in here, so that the servers that were started are stopped."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def is_ready(address: Address) -> bool:
