@@ -37,7 +37,7 @@ vllm:request_params_n_count vllm:request_params_max_tokens_count vllm:iteration_
 vllm:cache_config_info xllm:vmm_bytes xllm:vmm_pages xllm:vmm_budget_bytes xllm:vmm_limit_reason
 xllm:vmm_pages_mapped_total xllm:vmm_pages_unmapped_total xllm:vmm_map_failures_total xllm:prefix_evictions_total
 xllm:kv_tokens xllm:admission_waits_total xllm:model_state xllm:device_free_bytes xllm:unaccounted_bytes
-xllm:vmm_map_seconds_count xllm:sleep_seconds_count xllm:wake_seconds_count http_requests_total
+xllm:model_paused xllm:vmm_map_seconds_count xllm:sleep_seconds_count xllm:wake_seconds_count http_requests_total
 """
 
 

@@ -9,9 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+from local_app import local_state
 from scripted_models import CONTEXT
 from scripted_server import Server, ask, error_of, open_stream, script, serving, wait_until, write_model
 from several_models import FLAGS, SHOUTING, folder, fork, listed, refused
+
+from xllm_cli.errors import RequestError
+from xllm_cli.server.served import ServedModel
 
 pytestmark = pytest.mark.server
 CHAT = [{"role": "user", "content": "hé"}]
@@ -88,6 +92,17 @@ def test_the_list_shows_every_model(http: httpx.Client, loud: str, models: Path)
     assert {(card["state"], card["is_paused"]) for card in (cards["tiny"], cards["loud"])} == {("awake", False)}
     assert http.get("/model_info").json()["served_model_name"] == "tiny"
     assert http.get("/v1/models/nobody").status_code == 404
+
+
+def test_names_are_found_by_id_before_path_and_not_all_are_told(tmp_path: Path) -> None:
+    with local_state(tmp_path) as state:
+        for number in range(30):
+            name = f"m{number}" if number else "/tiny"  # the first model's folder
+            state.models.add(ServedModel(name, "/tiny", state.instruments.of(name)))
+        assert state.models.find("/tiny").model_id == "/tiny" and state.models.find("tiny/").model_id == "tiny"
+        assert state.models.find(None) is state.models.find("") is state.models.first
+        with pytest.raises(RequestError, match=r"this server has tiny, /tiny, m1, .* and 11 more"):
+            state.models.find("nobody")
 
 
 # --- changed one by one
