@@ -1,4 +1,4 @@
-"""Fixtures shared by the whole suite: models on disk, made or fetched once."""
+"""What the whole suite shares: models on disk, made or fetched once; patience; and the order of the tests."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from xllm_cli.fetch import fetch
+
+# An example that takes long tells of a busy machine.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xllm_cli.argv import canonical
@@ -105,7 +105,6 @@ def test_foreign_names_are_not_ours_and_point_to_flags_that_exist() -> None:
     assert named and {name.removeprefix("--").partition("=")[0] for name in named} <= set(FLAGS)
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(max_size=12) | st.sampled_from(["--port", "--vmm_elastic", "--", "true"]), max_size=6))
 def test_no_tokens_break_the_reader_and_its_answer_is_canonical(tokens: list[str]) -> None:
     argv, _, errors = canonical(tokens)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from flag_values import some_flags, texts
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xllm_cli.argv import canonical
@@ -124,7 +124,6 @@ def configurations() -> st.SearchStrategy[Config]:
     )
 
 
-@settings(deadline=None)
 @given(configurations())
 def test_json_round_trip(config: Config) -> None:
     assert Config.model_validate_json(config.model_dump_json()) == config
@@ -196,7 +195,6 @@ def test_a_dump_that_cannot_be_written_ends_the_start_with_1(tmp_path: Path, whe
     assert caught.value.exit_code == 1 and [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
-@settings(deadline=None)
 @given(some_flags())
 def test_any_accepted_configuration_breaks_no_rule_and_loads_back(flags: dict[str, Any]) -> None:
     try:
@@ -220,7 +218,6 @@ JSON = st.recursive(
 NAMES = st.sampled_from([*FLAGS, "vmm", "KVCacheConfig", "model", "host", "seed"]) | st.text(max_size=5)
 
 
-@settings(deadline=None)
 @given(st.dictionaries(NAMES, JSON, max_size=5), st.booleans())
 def test_no_file_does_worse_than_a_message(content: dict[str, Any], prints: bool) -> None:
     with TemporaryDirectory() as folder:

@@ -218,7 +218,7 @@ JSON = st.recursive(
 USABLE: dict[str, Any] = {"prompt": "hi", "messages": CHAT, "input": "hi", "max_tokens": 3, "tokens": [1]}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(POSTS), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3), st.booleans())
 def test_no_body_makes_a_server_error(http: httpx.Client, path: str, fields: Any, is_usable: bool) -> None:
     answer = http.post(path, json={**(USABLE if is_usable else {}), **fields})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xllm_cli.facts import Facts
@@ -285,14 +285,12 @@ FACTS = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(draws(), FACTS)
 def test_a_configuration_is_refused_exactly_when_the_specification_says_so(flags: dict[str, Any], facts: Facts) -> None:
     drawn = case(flags, facts)
     assert bool(broken_rules(drawn)) == breaks_specification(drawn.config, facts)
 
 
-@settings(deadline=None)
 @given(draws(), FACTS)
 def test_any_advice_mends_its_rule(flags: dict[str, Any], facts: Facts) -> None:
     drawn = case(flags, facts)

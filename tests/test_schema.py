@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xllm_cli.config import resolve
@@ -35,7 +35,6 @@ def values(flag: Flag) -> st.SearchStrategy[Any]:
     return st.sampled_from([*near, *flag.choices, flag.meta.get("unset")])
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_file_fits_exactly_when_it_is_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(NAMES))

@@ -210,7 +210,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4), st.booleans(), st.booleans())
 def test_no_request_makes_a_server_error(http: httpx.Client, fields: Any, chat: bool, usable: bool) -> None:
     if usable:

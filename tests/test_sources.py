@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from flag_values import FREE, some_flags, words_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xllm_cli.config import resolve
@@ -176,7 +176,6 @@ def test_flags_of_the_command_line_alone_are_not_read_from_elsewhere(tmp_path: P
     assert errors == [f"file {tmp_path}/flags.json: 'dry_run' belongs on the command line"]
 
 
-@settings(deadline=None)
 @given(some_flags(), some_flags(), some_flags(), st.data())
 def test_the_upper_source_wins_and_is_named(
     below: dict[str, Any], file: dict[str, Any], above: dict[str, Any], data: st.DataObject

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from flag_values import FREE, value_of, words_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xllm_cli.argv import canonical
@@ -224,7 +224,6 @@ def spelled(draw: st.DrawFn) -> tuple[dict[str, Any], list[str]]:
     return values, tokens
 
 
-@settings(deadline=None)
 @given(spelled())
 def test_any_spelling_means_the_same_configuration(example: tuple[dict[str, Any], list[str]]) -> None:
     values, tokens = example
@@ -237,7 +236,6 @@ def test_any_spelling_means_the_same_configuration(example: tuple[dict[str, Any]
 JUNK = st.text(max_size=8) | st.sampled_from([f"--{name}" for name in FLAGS] + ["true", "0", "-1", "--", "x=y", "1GiB"])
 
 
-@settings(deadline=None)
 @given(st.lists(JUNK | st.tuples(JUNK, JUNK).map("=".join), max_size=5))
 def test_no_command_line_does_worse_than_a_message(tokens: list[str]) -> None:
     argv = canonical(tokens).argv
