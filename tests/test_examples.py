@@ -30,8 +30,8 @@ from xllm_cli.flags import FLAGS
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 RUN_HERE = {
-    "serve_single.sh", "serve_elastic.sh", "serve_ranks.sh", "serve_config.sh", "config.json", "openai_client.py",
-    "llm_in_process.py", "xllm.service", "kubernetes.yaml",
+    "serve_single.sh", "serve_elastic.sh", "serve_ranks.sh", "serve_config.sh", "config.json", "share_pool.sh",
+    "openai_client.py", "llm_in_process.py", "xllm.service", "kubernetes.yaml",
 }  # fmt: skip
 CACHE = "--max_cache_size=16MiB"
 
@@ -138,6 +138,24 @@ def test_serve_elastic(tmp_path: Path) -> None:
     assert int(before) == int(after) == 0 < int(during)
     assert output.count('"physical"') == 3
     assert '"finish_reason"' in output
+
+
+@pytest.mark.server
+def test_share_pool(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    models = (str(tiny_checkpoint("llama")), str(tiny_checkpoint("qwen3")))
+    output = run(tmp_path, str(EXAMPLES / "share_pool.sh"), *models, PORT=str(port), MAX_CACHE_SIZE="16MiB")
+    moves = re.findall(r'"model_id": ?"(\w)", ?"before": ?"(\w+)", ?"after": ?"(\w+)"', output)
+    assert moves == [
+        ("A", "awake", "light"), ("B", "absent", "awake"), ("B", "awake", "light"), ("A", "light", "awake")
+    ]  # fmt: skip
+    answers = re.findall(r'"model": ?"(\w)".*?"text": ?"((?:[^"\\]|\\.)*)"', output)
+    assert [name for name, text in answers if text] == ["A", "B", "A"]
+    assert answers[0][1] == answers[2][1] != answers[1][1]
+    sizes = {int(size) for size in re.findall(r'"physical": ?(\d+)', output)}
+    assert len(sizes) == 1, "the pool neither grew nor shrank"
 
 
 @pytest.mark.server
