@@ -295,7 +295,8 @@ def test_every_limit_can_be_explained_with_its_numbers(seen: list[Observation], 
         text = explain(name, seen, caps, usage)
         assert text and "None" not in text
     if room.limited_by == "limit":
-        assert explain("limit", seen, caps, usage).startswith(f"limit {caps.limit} - KV {usage.kv_mapped} - state")
+        limit, *used = map(int, re.findall(r"\d+", explain("limit", seen, caps, usage)))
+        assert limit - sum(used) == room.bytes
 
 
 def test_the_sum_in_words_is_the_sum() -> None:
