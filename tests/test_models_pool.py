@@ -13,6 +13,7 @@ from test_sleep import GREEDY, MIB, PROMPTS, answers, code_of, open_llm
 from xllm_cli import LLM
 from xllm_cli.core import Output, Request, SamplingParams
 from xllm_cli.engine.slumber import Bed
+from xllm_cli.vmm.driver import FaultyDriver, open_driver
 
 SMALL = {"phy_page_granularity_size": 4096}
 OTHER = "qwen3"
@@ -202,6 +203,34 @@ def test_a_model_that_is_always_busy_gives_way_to_one_that_waits() -> None:
             ended |= {output.request_id for output in llm.host.step().outputs if output.finish == "length"}
         assert "waits" in ended
         assert set(run_all(llm)) | ended == {"waits", *(f"busy {each}" for each in range(number))}
+
+
+def test_while_a_model_joins_the_others_go_on() -> None:
+    with open_llm("elastic", **SMALL) as llm:
+        fork(llm, "other", OTHER)
+        submit(llm, "long", "", tokens=200)
+        slices = llm.host.begin_fork("third", str(tiny_checkpoint("mistral")))
+        steps = 0
+        while not slices.is_done:
+            steps += sum(len(output.token_ids) for output in llm.host.step().outputs)
+        assert steps > 0 and slices.result().model_id == "third"
+        assert run_all(llm)["long"].finish == "length"
+        assert answers_of(llm, "third") == alone("mistral")
+        llm.host.check()
+
+
+def test_a_host_that_ends_while_a_model_joins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xllm_cli.engine.host.BUSY_SLICE", 0.0)
+    driver = FaultyDriver(open_driver("cpu", page_bytes=4096))
+    with open_llm("elastic", driver=driver, **SMALL) as llm:
+        submit(llm, "long", "", tokens=200)
+        slices = llm.host.begin_fork("other", str(tiny_checkpoint(OTHER)))
+        while not llm.host._joining.asks:
+            llm.host.step()
+        for _ in range(3):
+            llm.host.step()
+        assert not slices.is_done
+        assert llm.close() and driver.usage()["handles"] == 0
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])

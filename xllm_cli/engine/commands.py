@@ -31,6 +31,7 @@ from xllm_cli.errors import RequestError
 if TYPE_CHECKING:  # it brings torch
     from xllm_cli.engine.engine import Engine
     from xllm_cli.engine.host import Host
+    from xllm_cli.engine.slices import Sliced
 
 ABSENT = "absent"  # the state of a model that is to be forked
 
@@ -46,6 +47,20 @@ class _Open:
     waits: Callable[[], bool] = lambda: False
     error: RequestError | None = None
     ready: Ready | None = None
+
+    def join(self, slices: Sliced[Ready] | Sliced[None]) -> None:
+        """It ends with these."""
+
+        def waits() -> bool:
+            if not slices.is_done:
+                return True
+            try:
+                self.ready = slices.result()
+            except RequestError as error:
+                self.error = error
+            return False
+
+        self.waits = waits
 
 
 class Commands:
@@ -88,9 +103,9 @@ class Commands:
             case Wake():
                 host.wake(command.model)
             case Fork(model_path=path, level=level):
-                opened.ready = host.fork(command.model, path, level)
+                opened.join(host.begin_fork(command.model, path, level))
             case UpdateWeights(model_path=path):
-                host.update(command.model, path)
+                opened.join(host.begin_update(command.model, path))
             case Pause():
                 self._pause(opened, command)
             case Resume():
@@ -115,8 +130,8 @@ class Commands:
         waiting: list[_Open] = []
         for opened in self._open:
             (waiting if opened.error is None and opened.waits() else due).append(opened)
-        if any(isinstance(opened.command, Sleep) for opened in due):
-            snapshot = self._host.snapshot()  # it fell asleep just now
+        if any(isinstance(opened.command, Sleep | Fork | UpdateWeights) for opened in due):
+            snapshot = self._host.snapshot()  # that was just now
         self._open = waiting
         return [self._answer(opened, snapshot) for opened in due]
 

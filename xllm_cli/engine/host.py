@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from xllm_cli.core import Output, Ready, Request, Snapshot, StepEvents
 from xllm_cli.engine.engine import Engine
@@ -20,6 +22,7 @@ from xllm_cli.engine.parts import Start
 from xllm_cli.engine.report import together
 from xllm_cli.engine.room import Room
 from xllm_cli.engine.sequence import refusal
+from xllm_cli.engine.slices import Sliced
 from xllm_cli.engine.slumber import Bed
 from xllm_cli.engine.start import Built
 from xllm_cli.engine.turns import Turns
@@ -27,6 +30,9 @@ from xllm_cli.errors import RequestError
 from xllm_cli.neighbours.peers import PeerCounters
 
 log = logging.getLogger("xllm.engine")
+
+Made = TypeVar("Made")
+BUSY_SLICE, IDLE_SLICE = 0.02, 0.1  # seconds between two rounds for what joins, beside requests and without any
 
 
 class Host:
@@ -43,6 +49,8 @@ class Host:
         self._turns: Turns[HostedModel] = Turns()
         self._touched: set[HostedModel] = set()
         self._stepped_last = first
+        self._beat = start.beat
+        self._joins: deque[Sliced[Any]] = deque()
 
     @property
     def ready(self) -> Ready:
@@ -93,6 +101,19 @@ class Host:
             self._look_everywhere(only=[found])
             found.engine.wake()
 
+    def begin_fork(self, name: str, path: str, level: int = 0) -> Sliced[Ready]:
+        """fork(), in slices before each of the next rounds; what begins later waits for it."""
+        return self._begin(lambda: self.fork(name, path, level))
+
+    def begin_update(self, name: str, path: str = "") -> Sliced[None]:
+        """update(), likewise."""
+        return self._begin(lambda: self.update(name, path))
+
+    def _begin(self, work: Callable[[], Made]) -> Sliced[Made]:
+        slices = self._joining.begin(work)
+        self._joins.append(slices)
+        return slices
+
     def fork(self, name: str, path: str, level: int = 0) -> Ready:
         """Serve the checkpoint at `path` as `name`, too. What is there already is left as it is.
 
@@ -110,7 +131,7 @@ class Host:
         made = self._models[name] = HostedModel(name, path, built, self._clock())
         self._touched.update(self._models.values())
         if level:
-            made.look(self._others(made))
+            made.look(self._others(made), self._joining.asks)
             made.engine.sleep(Bed(level))
         return made.ready
 
@@ -128,7 +149,9 @@ class Host:
     # --- all of them
 
     def step(self) -> StepEvents:
-        """One round."""
+        """One round, after a slice of what joins."""
+        if self._joins and self._joins[0].advance(BUSY_SLICE if self.has_work else IDLE_SLICE, self._beat):
+            self._joins.popleft()
         if len(self._models) == 1:
             self._touched.clear()
             return self._stepped_last.engine.step()
@@ -137,7 +160,7 @@ class Host:
         stepped = self._due()
         for model in stepped:
             if model is not self._stepped_last:
-                model.look(self._others(model))
+                model.look(self._others(model), self._joining.asks)
                 self._stepped_last = model
             began = self._clock()
             events = model.engine.step()
@@ -167,7 +190,7 @@ class Host:
     def _look_everywhere(self, only: list[HostedModel] | None = None) -> None:
         if len(self._models) > 1:
             for model in self._models.values() if only is None else only:
-                model.look(self._others(model))
+                model.look(self._others(model), self._joining.asks)
 
     def _others(self, model: HostedModel) -> Iterator[HostedModel]:
         return (other for other in self._models.values() if other is not model)
@@ -200,7 +223,7 @@ class Host:
 
     def seconds_until_due(self) -> float | None:
         """See Engine."""
-        if self._touched and len(self._models) > 1:
+        if self._joins or (self._touched and len(self._models) > 1):
             return 0.0
         due = [engine.seconds_until_due() for engine in self._engines]
         return min((seconds for seconds in due if seconds is not None), default=None)
@@ -277,6 +300,8 @@ class Host:
     def close(self) -> bool:
         """End all models; False if a page or a view leaked: those are tried again by the next call. Once all has ended
         another call changes nothing."""
+        while self._joins:
+            self._joins.popleft().call_off()
         for model in self._models.values():
             model.loaded = None  # its tensors look at pages that are given back
         self._touched.clear()

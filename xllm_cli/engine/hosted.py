@@ -67,14 +67,14 @@ class HostedModel:
             self.awake_since = now
         self._was_awake = is_awake
 
-    def look(self, others: Iterable[HostedModel]) -> None:
-        """See what the others hold by now, and what is free."""
+    def look(self, others: Iterable[HostedModel], joining: int = 0) -> None:
+        """See what the others hold by now, and what is free. `joining` bytes are about to be a newcomer's weights."""
         kv, weights = 0, {}
         for other in others:
             kv += other.kv_in_pool
             if other.loaded is not None and (self.loaded is None or other.weights_id != self.weights_id):
                 weights[other.weights_id] = other.loaded.weights.mapped_bytes
-        self.cache.set_elsewhere(kv=kv if self.cache.page_bytes > 1 else 0, weights=sum(weights.values()))
+        self.cache.set_elsewhere(kv=kv if self.cache.page_bytes > 1 else 0, weights=sum(weights.values()) + joining)
         self.engine.look()
 
     @property
@@ -85,6 +85,9 @@ class HostedModel:
 
 
 def _files(path: str) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of every file of a checkpoint."""
-    found = sorted(each for each in Path(path).iterdir() if each.is_file())
-    return [(each.name, (stat := each.stat()).st_size, stat.st_mtime_ns) for each in found]
+    """Name, size and time of change of every file of a checkpoint; none if they cannot be looked at."""
+    try:
+        found = sorted(each for each in Path(path).iterdir() if each.is_file())
+        return [(each.name, (stat := each.stat()).st_size, stat.st_mtime_ns) for each in found]
+    except OSError:
+        return []

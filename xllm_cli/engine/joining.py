@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from xllm_cli.cache.budget import Limits
 from xllm_cli.engine.hosted import HostedModel
 from xllm_cli.engine.parts import Start, load_weights
 from xllm_cli.engine.room import Room
+from xllm_cli.engine.slices import Sliced
 from xllm_cli.engine.start import Built, build, explained
 from xllm_cli.errors import DeviceError, MemoryShortage, ModelError, RequestError
 from xllm_cli.loading import open_checkpoint
@@ -35,10 +36,28 @@ class Joining:
     """Forks and updates over what the first model started from."""
 
     def __init__(self, start: Start, limits: Limits, room: Room) -> None:
-        self._start = start
+        self._beat = start.beat
+        self._start = replace(start, beat=self._pause, progress=lambda phase: log.info("another model: %s", phase))
         self._limits = limits
         self._room = room
+        self._slices: Sliced[Any] | None = None
         self.peers = PeerCounters()
+        self.asks = 0  # bytes that are being filled, of which nobody's books know yet
+
+    def begin(self, work: Callable[[], Made]) -> Sliced[Made]:
+        """`work` forks or updates; it is done in slices, so that the others go on, where threads are all the same to
+        the device."""
+        slices = self._slices = Sliced(work)
+        if not self._start.device.is_host:
+            slices.finish()
+        return slices
+
+    def _pause(self) -> None:
+        """Weights are being read: now, in slices, or again later, by whoever wakes the model."""
+        if self._slices is not None and not self._slices.is_done:
+            self._slices.pause()
+        else:
+            self._beat()
 
     def fork(self, name: str, path: str, models: Sequence[HostedModel]) -> Built:
         """The model at `path` under another name; its weights are those of a model from the same files, if there is
@@ -60,6 +79,11 @@ class Joining:
         self._check_form(model, path)
         asks = model.loaded.weights.nbytes
         loaded = self._make(lambda start: load_weights(start, pool), start, models, asks=asks)
+        if model.engine.model_state != "awake":
+            weights = loaded.weights
+            del loaded
+            weights.close()
+            raise RequestError(f"{model.name} was put to sleep meanwhile", status=409, code="model_sleeping")
         model.loaded = None  # its old weights go with the exchange
         model.engine.exchange(loaded)
         model.loaded, model.path = loaded, path
@@ -86,6 +110,13 @@ class Joining:
         """`make` it once there is room for `asks` bytes; once more if it needed more than that."""
         if missing := self._missing(asks, models):
             self._room.make(None, missing, models)
+        self.asks = asks
+        try:
+            return self._make_in(make, start, models, asks)
+        finally:
+            self.asks = 0
+
+    def _make_in(self, make: Callable[[Start], Made], start: Start, models: Sequence[HostedModel], asks: int) -> Made:
         made = self._attempt(make, replace(start, room=_room_for_weights(models)))
         if isinstance(made, MemoryShortage | WeightsError) and self._room.make(None, max(asks, 1), models):
             made = self._attempt(make, replace(start, room=_room_for_weights(models)))
@@ -102,11 +133,17 @@ class Joining:
                 return make(start)
         except (ModelError, MemoryShortage, WeightsError, DeviceError) as error:
             failure = type(error)(str(error))
+        except BaseException:  # called off, or broken: the pages are given back, whatever still looks at them
+            self._undo(start)
+            raise
         gc.collect()
+        self._undo(start)
+        return failure
+
+    def _undo(self, start: Start) -> None:
         start.opened.close()
         if start.pool is not None:
             start.pool.trim()
-        return failure
 
     def _missing(self, nbytes: int, models: Sequence[HostedModel]) -> int:
         """What of `nbytes` neither caps nor free memory leave room for now."""

@@ -1,0 +1,104 @@
+"""Long work in slices, between which the loop goes on.
+
+    loop   ── advance ┐                 ┌ a step, another ── advance ┐
+    work              └ tensor, tensor ─┘                            └ tensor, done
+
+The work has a thread of its own for its stack alone: one of the two always waits for the other, so the work may use
+whatever the loop's thread owns, and there are no locks. Knows nothing of the work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Made = TypeVar("Made")
+
+POLL_SECONDS = 0.5  # a slice that lasts: its caller has a sign of life to give meanwhile
+END_SECONDS = 60.0  # for work that was called off to come to where it may end
+
+
+class CalledOff(BaseException):
+    """Raised in the work, where it pauses: nobody waits for it any more."""
+
+
+class Sliced(Generic[Made]):
+    """`work` calls pause() often; it begins with the first advance()."""
+
+    def __init__(self, work: Callable[[], Made]) -> None:
+        self._work = work
+        self._made: list[Made] = []
+        self._error: BaseException | None = None
+        self._until = 0.0
+        self._is_called_off = False
+        self._go = threading.Event()
+        self._paused = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="slices", daemon=True)
+        self.is_done = False
+
+    def _run(self) -> None:
+        self._wait()
+        self._run_here()
+        self._paused.set()
+
+    def _run_here(self) -> None:
+        try:
+            if not self._is_called_off:
+                self._made.append(self._work())
+        except BaseException as error:  # whatever it is: it is raised again where the result is asked for
+            self._error = error
+        self.is_done = True
+
+    def finish(self) -> None:
+        """Do all of it now, in this thread: where a thread is bound to its device."""
+        self._thread = threading.current_thread()
+        self._until = float("inf")
+        self._run_here()
+
+    def advance(self, seconds: float, beat: Callable[[], None] = lambda: None) -> bool:
+        """Let the work go on for about so long, or until it has ended: True then. `beat` is called now and then."""
+        if self.is_done:
+            return True
+        self._until = time.monotonic() + seconds
+        if not self._thread.ident:
+            self._thread.start()
+        self._paused.clear()
+        self._go.set()
+        while not self._paused.wait(POLL_SECONDS):
+            beat()
+        return self.is_done
+
+    def pause(self) -> None:
+        """For the work: give way if its slice is over. Elsewhere it does nothing."""
+        if threading.current_thread() is not self._thread:
+            return
+        if self._is_called_off:
+            raise CalledOff
+        if time.monotonic() >= self._until:
+            self._paused.set()
+            self._wait()
+            if self._is_called_off:
+                raise CalledOff
+
+    def _wait(self) -> None:
+        while not self._go.wait(POLL_SECONDS):
+            pass  # the process ends without this thread
+        self._go.clear()
+
+    def result(self) -> Made:
+        """What came of it, once it is done; raises what the work raised."""
+        assert self.is_done
+        if self._error is not None:
+            raise self._error
+        return self._made[0]
+
+    def call_off(self) -> None:
+        """End it where it pauses next. What it had begun is the work's to undo."""
+        self._is_called_off = True
+        self._error = self._error or CalledOff()
+        if self._thread.ident and not self.is_done:
+            self.advance(END_SECONDS)
+            self._thread.join(END_SECONDS)
+        self.is_done = True
