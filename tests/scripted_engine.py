@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 import zmq
-from scripted_models import ScriptedModel, ScriptedModels
+from scripted_models import MIB, ScriptedModel, ScriptedModels
 
 from xllm_cli.core import (
     Abort,
@@ -65,7 +65,8 @@ class ScriptedEngine:
     def __init__(self, folder: Path, death_fd: int) -> None:
         config = json.loads((folder / "config.json").read_text())
         path = Path(config["model"]["model"])
-        self.models = ScriptedModels(config["model"].get("model_id") or path.name, path)
+        weights = 4 * MIB if config.get("vmm", {}).get("enable_vmm_weights") else 0
+        self.models = ScriptedModels(config["model"].get("model_id") or path.name, path, weights)
         context = zmq.Context()
         self.inbox, self.outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self.outbox.linger = 500  # ms: last words reach a living server, a dead one keeps nobody

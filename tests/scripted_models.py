@@ -40,10 +40,11 @@ STATES = ("awake", "light", "deep")
 
 @dataclass
 class ScriptedModel:
-    """One model; it holds 4 MiB of weights while awake."""
+    """One model; `nbytes` of weights are in the pool while it is awake."""
 
     model_id: str
     path: Path
+    nbytes: int = 0
     state: str = "awake"
     is_paused: bool = False
     limit: int | None = None
@@ -75,7 +76,7 @@ class ScriptedModel:
             "state": self.state,
             "kv_mapped": 2 * MIB,
             "kv_live": MIB * self.num_running,
-            "weights": 4 * MIB if self.state == "awake" else 0,
+            "weights": self.nbytes if self.state == "awake" else 0,
             **({} if self.limit is None else {"limit": self.limit}),
         }
 
@@ -86,10 +87,11 @@ def script_of(folder: str | Path) -> dict[str, Any]:
 
 
 class ScriptedModels:
-    """All models, the first one first; `limit` is that of all together."""
+    """All models, the first one first; `nbytes` are each one's weights in the pool, `limit` is that of all KV."""
 
-    def __init__(self, model_id: str, path: Path) -> None:
-        self.first = ScriptedModel(model_id, path)
+    def __init__(self, model_id: str, path: Path, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self.first = ScriptedModel(model_id, path, nbytes)
         self._models = {model_id: self.first}
         self.limit: int | None = None
 
@@ -125,7 +127,7 @@ class ScriptedModels:
     def fork(self, command: Fork) -> tuple[ScriptedModel, Ready]:
         self.play(command.model_path)
         if command.model not in self._models:
-            made = ScriptedModel(command.model, Path(command.model_path), STATES[command.level])
+            made = ScriptedModel(command.model, Path(command.model_path), self._nbytes, STATES[command.level])
             self._models[command.model] = made
         model = self._models[command.model]
         return model, model.ready(self.snapshot())
