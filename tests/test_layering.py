@@ -61,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gguf_to_folder": {"errors"},
     "bench": {"errors", "fetch"},
     "bench.churn": {"bench", "cache", "core"},
+    "bench.reaction": {"bench", "errors", "neighbours"},
     "bench.vmm_rig": {"bench", "cache", "core", "vmm", "worker"},
     "bench.vmm_cases": {"bench", "cache", "engine"},
     "server": {*LEAVES, "service_flags", "facts", "logs", "versions"},
