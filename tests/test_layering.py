@@ -68,8 +68,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "neighbours": {"core", "errors"},
     "engine": {*LEAVES, "cache", "worker", "neighbours", "logs"},
     "engine.sizes": {*LEAVES, "cache", "engine", "vmm"},
-    # the two files that put an engine together
+    # the files that put an engine together
     "engine.parts": {*LEAVES, "cache", "engine", "worker", "vmm", "models", "loading", "neighbours"},
+    "engine.joining": {*LEAVES, "cache", "worker", "vmm", "models", "loading", "neighbours"},
     "engine.start": {*LEAVES, "facts", "cache", "worker", "vmm", "models", "loading", "neighbours"},
     "llm": {*LEAVES, "config", "engine", "server", "vmm"},
     "cache": {"core", "errors", "_blocks"},

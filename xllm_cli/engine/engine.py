@@ -166,6 +166,8 @@ class Engine:
         """How long the loop may sleep: 0 while rows run, None if nothing is due before a message comes."""
         if self._has_run and (self._scheduler.running or (self._scheduler.waiting and not self.is_paused)):
             return 0.0  # what waits may have got the slot or the memory of those that just ended
+        if self._late:
+            return 0.0
         if self._scheduler.running and self._guided:
             return 0.0  # the step itself waits for grammars
         now = self._clock()

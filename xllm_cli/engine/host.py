@@ -122,7 +122,7 @@ class Host:
         """
         present = self._models.get(name)
         if present is not None:
-            if not present.comes_from(path):
+            if not present.is_named_by(path):
                 text = f"{name!r} is the name of the model from {present.path}: give another model_id"
                 raise RequestError(text, status=409, code="model_exists", param="model_id")
             return present.ready
@@ -130,10 +130,18 @@ class Host:
         built = self._joining.fork(name, path, list(self._models.values()))
         made = self._models[name] = HostedModel(name, path, built, self._clock())
         self._touched.update(self._models.values())
+        made.engine.set_limit(self._find("").cache.limits.limit)
         if level:
-            made.look(self._others(made), self._joining.asks)
-            made.engine.sleep(Bed(level))
+            self._lay_down(made, level)
         return made.ready
+
+    def _lay_down(self, made: HostedModel, level: int) -> None:
+        """It was forked to sleep. If it cannot, it is there all the same."""
+        made.look(self._others(made), self._joining.asks)
+        try:
+            made.engine.sleep(Bed(level))
+        except RequestError as error:
+            log.warning("%s was forked and cannot sleep: %s", made.name, error.message)
 
     def update(self, name: str, path: str = "") -> None:
         """Exchange a model's weights for those of `path`, "" being where it came from.

@@ -25,6 +25,7 @@ class HostedModel:
         self.engine: Engine = built.engine
         self.ready: Ready = built.ready
         self.cache: CacheManager = built.cache
+        self.form = built.form
         self.loaded: Loaded | None = built.loaded
         self.last_used = now
         self.awake_since = now
@@ -37,7 +38,11 @@ class HostedModel:
 
     def comes_from(self, path: str) -> bool:
         """Whether its weights are what the files at `path` hold now."""
-        return os.path.realpath(path) == os.path.realpath(self.path) and _files(path) == self._files
+        return self.is_named_by(path) and _files(path) == self._files
+
+    def is_named_by(self, path: str) -> bool:
+        """Whether its weights came from there, whatever is there now."""
+        return os.path.realpath(path) == os.path.realpath(self.path)
 
     @property
     def weight_bytes(self) -> int:

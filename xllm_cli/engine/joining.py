@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -19,11 +20,14 @@ from xllm_cli.engine.hosted import HostedModel
 from xllm_cli.engine.parts import Start, load_weights
 from xllm_cli.engine.room import Room
 from xllm_cli.engine.slices import Sliced
+from xllm_cli.engine.slumber import weights_required
 from xllm_cli.engine.start import Built, build, explained
 from xllm_cli.errors import DeviceError, MemoryShortage, ModelError, RequestError
 from xllm_cli.loading import open_checkpoint
 from xllm_cli.models.registry import load_config
 from xllm_cli.neighbours.peers import PeerCounters
+from xllm_cli.vmm.pool import PagePool
+from xllm_cli.worker.exhaustion import bytes_refused
 from xllm_cli.worker.weights import WeightsError
 
 log = logging.getLogger("xllm.engine")
@@ -62,23 +66,24 @@ class Joining:
     def fork(self, name: str, path: str, models: Sequence[HostedModel]) -> Built:
         """The model at `path` under another name; its weights are those of a model from the same files, if there is
         one. RequestError if it cannot be, with nothing left behind."""
+        self._need_pages()
         twin = next((model.loaded for model in models if model.comes_from(path)), None)
-        opened = ExitStack()
-        start = self._start.beside(self._limits, path, name, twin, opened)
-        built = self._make(build, start, models, asks=self._bytes_of(path) if twin is None else 0)
+        start = self._start.beside(self._limits, path, name, twin, ExitStack())
+        asks = self._bytes_of(path) if twin is None else twin.weights.bytes_to_wake
+        built = self._make(build, start, models, asks=asks)
         built.engine.report_neighbours(self.peers)
         return built
 
     def update(self, model: HostedModel, path: str, models: Sequence[HostedModel]) -> None:
         """The weights at `path` for a model; RequestError if they cannot be had, with the old ones in their place."""
-        if model.engine.model_state != "awake" or model.loaded is None or self._start.pool is None:
+        pool = self._need_pages()
+        if model.engine.model_state != "awake" or model.loaded is None:
             text = f"{model.name} is {model.engine.model_state}: wake it before its weights are exchanged"
             raise RequestError(text, status=409, code="model_sleeping")
-        pool = self._start.pool
         start = self._start.beside(self._limits, path, model.name, None, ExitStack())
         self._check_form(model, path)
         asks = model.loaded.weights.nbytes
-        loaded = self._make(lambda start: load_weights(start, pool), start, models, asks=asks)
+        loaded = self._make(lambda start: load_weights(start, pool), start, models, asks=asks, but=model)
         if model.engine.model_state != "awake":
             weights = loaded.weights
             del loaded
@@ -91,10 +96,10 @@ class Joining:
 
     def _check_form(self, model: HostedModel, path: str) -> None:
         try:
-            old, new = load_config(model.path), load_config(path)
+            form = load_config(path)
         except ModelError as error:
             raise RequestError(str(error), code="model_invalid", param="model_path") from error
-        if old != new:
+        if form != model.form:
             text = f"the checkpoint at {path} is of another form than {model.name}: their config.json must agree"
             raise RequestError(text, code="model_invalid", param="model_path")
 
@@ -103,22 +108,39 @@ class Joining:
         try:
             with closing(open_checkpoint(Path(path))) as checkpoint:
                 return checkpoint.num_bytes
-        except ModelError as error:
+        except (ModelError, OSError) as error:
             raise RequestError(str(error), code="model_invalid", param="model_path") from error
 
-    def _make(self, make: Callable[[Start], Made], start: Start, models: Sequence[HostedModel], *, asks: int) -> Made:
-        """`make` it once there is room for `asks` bytes; once more if it needed more than that."""
+    def _make(
+        self,
+        make: Callable[[Start], Made],
+        start: Start,
+        models: Sequence[HostedModel],
+        *,
+        asks: int,
+        but: HostedModel | None = None,
+    ) -> Made:
+        """`make` it once there is room for `asks` bytes; once more if it needed more than that. Room may be made by all
+        `but` one."""
         if missing := self._missing(asks, models):
-            self._room.make(None, missing, models)
+            self._room.make(but, missing, models)
         self.asks = asks
         try:
-            return self._make_in(make, start, models, asks)
+            return self._make_in(make, start, models, asks=asks, but=but)
         finally:
             self.asks = 0
 
-    def _make_in(self, make: Callable[[Start], Made], start: Start, models: Sequence[HostedModel], asks: int) -> Made:
+    def _make_in(
+        self,
+        make: Callable[[Start], Made],
+        start: Start,
+        models: Sequence[HostedModel],
+        *,
+        asks: int,
+        but: HostedModel | None,
+    ) -> Made:
         made = self._attempt(make, replace(start, room=_room_for_weights(models)))
-        if isinstance(made, MemoryShortage | WeightsError) and self._room.make(None, max(asks, 1), models):
+        if isinstance(made, MemoryShortage | WeightsError) and self._room.make(but, max(asks, 1), models):
             made = self._attempt(make, replace(start, room=_room_for_weights(models)))
         if isinstance(made, Exception):
             raise _refusal(made, start.config.model.model)
@@ -127,23 +149,35 @@ class Joining:
 
     def _attempt(self, make: Callable[[Start], Made], start: Start) -> Made | Exception:
         """What was made; or why it was not, once nothing of it is left. An error holds the frames that hold its memory,
-        so what was opened is closed without it."""
+        so what was opened is closed without them."""
         try:
             with explained():
                 return make(start)
         except (ModelError, MemoryShortage, WeightsError, DeviceError) as error:
             failure = type(error)(str(error))
-        except BaseException:  # called off, or broken: the pages are given back, whatever still looks at them
-            self._undo(start)
-            raise
-        gc.collect()
+        except OSError as error:
+            failure = ModelError(f"{start.config.model.model} cannot be read: {error}")
+        except BaseException as error:  # called off, broken, no memory for what loading needs besides
+            _forget_locals(error)
+            if not isinstance(error, Exception) or bytes_refused(error) is None:
+                self._undo(start)
+                raise
+            failure = MemoryShortage(f"out of memory: {error}")
         self._undo(start)
         return failure
 
     def _undo(self, start: Start) -> None:
+        """Close what was opened."""
+        gc.collect()
         start.opened.close()
         if start.pool is not None:
             start.pool.trim()
+
+    def _need_pages(self) -> PagePool:
+        """The pool that weights live in. RequestError if they do not (R4)."""
+        if self._start.pool is None or not self._start.config.vmm.enable_vmm_weights:
+            raise weights_required()
+        return self._start.pool
 
     def _missing(self, nbytes: int, models: Sequence[HostedModel]) -> int:
         """What of `nbytes` neither caps nor free memory leave room for now."""
@@ -158,6 +192,14 @@ def _room_for_weights(models: Sequence[HostedModel]) -> int:
     first, *others = models
     first.look(others)
     return first.cache.room_for_weights()
+
+
+def _forget_locals(error: BaseException) -> None:
+    """What the frames of an error held lives no longer."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
 
 
 def _refusal(error: Exception, path: str) -> RequestError:

@@ -198,12 +198,8 @@ class Slumber:
             self._tell_cache(self._weights)
 
     def _need_weights(self) -> WeightsShare:
-        if self._weights is None:  # R4
-            raise RequestError(
-                "sleep, wake-up and fork need weights in VMM pages: start the server with --enable_vmm_weights=true",
-                code="vmm_weights_required",
-                param="enable_vmm_weights",
-            )
+        if self._weights is None:
+            raise weights_required()
         return self._weights
 
     def see(self) -> None:
@@ -216,6 +212,12 @@ class Slumber:
         mapped = weights.mapped_bytes
         asleep = weights.nbytes - min(mapped, weights.nbytes)
         self._cache.set_weights(mapped=mapped, on_device=weights.nbytes, asleep=asleep)
+
+
+def weights_required() -> RequestError:
+    """R4."""
+    text = "sleep, wake-up, fork and update need weights in VMM pages: start the server with --enable_vmm_weights=true"
+    return RequestError(text, code="vmm_weights_required", param="enable_vmm_weights")
 
 
 def _asleep(state: str) -> str:

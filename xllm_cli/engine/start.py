@@ -33,6 +33,7 @@ from xllm_cli.engine.slumber import Habits
 from xllm_cli.errors import DeviceError, MemoryShortage
 from xllm_cli.facts import resolve_device
 from xllm_cli.flags import Config
+from xllm_cli.models.config import ModelConfig
 from xllm_cli.models.registry import Model, load_config
 from xllm_cli.neighbours.peers import Neighbours
 from xllm_cli.vmm.driver import Driver, VmmError, VmmShortage
@@ -55,6 +56,7 @@ class Built(NamedTuple):
     engine: Engine
     ready: Ready
     cache: CacheManager
+    form: ModelConfig
     loaded: Loaded | None
 
 
@@ -129,7 +131,7 @@ def build(start: Start) -> Built:
         snapshot=engine.snapshot(),
     )
     loaded = None if group.weights is None else Loaded(parts.model, group.weights)
-    return Built(engine, ready, cache, loaded)
+    return Built(engine, ready, cache, model_config, loaded)
 
 
 def join(config: Config) -> Neighbours:

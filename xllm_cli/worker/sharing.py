@@ -50,6 +50,11 @@ class WeightsShare:
         return self._weights.nbytes
 
     @property
+    def bytes_to_wake(self) -> int:
+        """Bytes of pages that must be found until the parameters are awake."""
+        return 0 if self._weights.state in ("awake", "parked") else self._weights.nbytes
+
+    @property
     def mapped_bytes(self) -> int:
         """Bytes of pages mapped now."""
         return self._weights.mapped_bytes

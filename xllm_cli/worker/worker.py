@@ -154,12 +154,12 @@ class Worker:
             self.capture(self._captured)
 
     def close(self) -> bool:
-        """Drop graphs and views, then the store; False if pages or views are still in use."""
+        """Drop graphs and views, then the store; False if pages or views are still in use: call it again then."""
         if self._graphs is not None:
             self._graphs.close()
         self._layers.clear()
         self._observer.close()
         if self.weights is None:
             return self._store.close()
-        del self._model  # its tensors look at the pages of the weights
+        self.__dict__.pop("_model", None)  # its tensors look at the pages of the weights
         return all([self.weights.close(), self._store.close()])
