@@ -81,4 +81,4 @@ def test_called_off_before_it_began_it_never_does() -> None:
 
 
 def test_a_pause_elsewhere_is_none() -> None:
-    Sliced(lambda: None).pause()
+    assert not Sliced(lambda: None).pause()

@@ -58,9 +58,7 @@ class Joining:
 
     def _pause(self) -> None:
         """Weights are being read: now, in slices, or again later, by whoever wakes the model."""
-        if self._slices is not None and not self._slices.is_done:
-            self._slices.pause()
-        else:
+        if self._slices is None or not self._slices.pause():
             self._beat()
 
     def fork(self, name: str, path: str, models: Sequence[HostedModel]) -> Built:

@@ -70,10 +70,10 @@ class Sliced(Generic[Made]):
             beat()
         return self.is_done
 
-    def pause(self) -> None:
-        """For the work: give way if its slice is over. Elsewhere it does nothing."""
-        if threading.current_thread() is not self._thread:
-            return
+    def pause(self) -> bool:
+        """For the work: give way if its slice is over. False, and nothing done, if somebody else calls it."""
+        if self.is_done or threading.current_thread() is not self._thread:
+            return False
         if self._is_called_off:
             raise CalledOff
         if time.monotonic() >= self._until:
@@ -81,6 +81,7 @@ class Sliced(Generic[Made]):
             self._wait()
             if self._is_called_off:
                 raise CalledOff
+        return True
 
     def _wait(self) -> None:
         while not self._go.wait(POLL_SECONDS):
