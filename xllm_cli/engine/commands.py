@@ -80,7 +80,8 @@ class Commands:
         except RequestError as error:
             opened.error = error
         else:
-            self._host.touch(command.model)
+            if opened.before != ABSENT:  # else it is to be forked
+                self._host.touch(command.model)
 
     def _state(self, command: Command) -> str:
         """The state of the model that a command names."""
