@@ -100,11 +100,11 @@ def test_what_a_neighbour_remembers_goes_before_younger_prefixes_here(join: Call
     with rich.turning():
         for number in range(10, 14):
             poor.run(prompt(BLOCKS // 8, number))
+        hits = poor.llm.snapshot.counters.prefix_cache_hits
+        poor.run(prompt(BLOCKS // 8, 10))
+        assert poor.llm.snapshot.counters.prefix_cache_hits - hits == 16 * (BLOCKS // 8 - 1)
     assert poor.evicted == 0 < rich.evicted
     assert poor.counters["received"] == rich.counters["given"] > 0
-    hits = poor.llm.snapshot.counters.prefix_cache_hits
-    poor.run(prompt(BLOCKS // 8, 10))
-    assert poor.llm.snapshot.counters.prefix_cache_hits - hits == 16 * (BLOCKS // 8 - 1)
 
 
 def test_what_a_neighbour_used_later_stays_there(join: Callable[[str], Engine]) -> None:

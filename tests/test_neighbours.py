@@ -303,6 +303,8 @@ def test_a_lively_neighbour_is_heard_only_so_often(join: Callable[[str], Neighbo
         poor._ask_at = 0.0
         poor.ask(MIB)
     assert len(rich.receive()[0]) == 1
+    assert poor.await_answers() == ([], 0), "it is told, and need not wait"
+    assert not poor._awaited
     clock.now += peers.ANSWER_SECONDS
     poor._ask_at = 0.0
     poor.ask(MIB)

@@ -210,6 +210,8 @@ class Neighbours:
                 self.counters.answer_microseconds = round((self._clock() - self._asked_at) * 1e6)
             elif message is not None and self._may_ask(sender):
                 questions.append(Question(message.bytes, sender))
+            elif message is not None and sender:  # it must not wait for what is not going to be done
+                self._send(Gave(0), sender)
         self.counters.received += given
         return questions, given
 
