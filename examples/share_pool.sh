@@ -25,7 +25,7 @@ done
 
 post() { # an answer that is no success ends the script
     printf '%s %s\n' "$1" "$2"
-    curl -sS --fail-with-body "$url$1" -H 'Content-Type: application/json' -d "$2"
+    curl -sSf "$url$1" -H 'Content-Type: application/json' -d "$2"
     echo
 }
 
