@@ -169,9 +169,9 @@ class Models:
         self.llm = llm
         self.of = {model.name: Path(model.path) for model in hosted(llm).values()}
 
-    def fork(self, name: str, path: Path) -> None:
+    def fork(self, name: str, path: Path, level: int = 0) -> None:
         """Another name; remembered only if it comes to be."""
-        self.llm.host.fork(name, str(path))
+        self.llm.host.fork(name, str(path), level)
         self.of[name] = path
 
     def update(self, name: str, path: Path) -> None:

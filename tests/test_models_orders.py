@@ -1,0 +1,132 @@
+"""Whatever order models of one pool fork, sleep, park, wake, change and answer in: each answers as if it were alone,
+its weights are the checkpoint's to the byte, and every page is counted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from random import Random
+
+import pytest
+from checkpoints import tiny_checkpoint
+from pool_models import KINDS, MIB, PAGE, Models, alone, answers, closing_clean, hosted, open_llm
+from pool_models import twisted as make_twisted
+
+from xllm_cli.engine.slumber import Bed
+from xllm_cli.errors import RequestError
+
+BEDS = [Bed(1), Bed(2), Bed(1, park=True)]
+NAMES = 5
+ORDERS, STEPS = 3, 14
+
+
+@pytest.fixture(scope="module")
+def twisted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_twisted(tmp_path_factory.mktemp("models") / "twisted")
+
+
+class Order:
+    """One thing after another done to the models of an LLM, each drawn at random; refusals are part of it."""
+
+    def __init__(self, models: Models, numbers: Random, twisted: Path) -> None:
+        self.models = models
+        self.host = models.llm.host
+        self.numbers = numbers
+        self.paths = [tiny_checkpoint("llama"), tiny_checkpoint("qwen3"), twisted]
+        self.paused: set[str] = set()
+
+    def go(self, steps: int) -> None:
+        verbs = [self.fork, self.sleep, self.sleep, self.wake, self.update, self.answer, self.answer, self.pause]
+        verbs += [self.limit, self.trim, self.idle]
+        for _ in range(steps):
+            verb = self.numbers.choice(verbs)
+            name = self.numbers.choice(list(self.models.of))
+            print(verb.__name__, name)
+            verb(name)
+            self.models.check()
+        self.resume()
+        self.host.set_limit(None)
+        self.models.check_answers()
+
+    def fork(self, _: str) -> None:
+        if len(self.models.of) < NAMES:
+            name = f"model-{len(self.models.of)}"
+            level = self.numbers.choice([0, 0, 1, 2])
+            self.models.fork(name, self.numbers.choice(self.paths), level)
+            assert self.host.engine(name).model_state == ["awake", "light", "deep"][level]
+
+    def sleep(self, name: str) -> None:
+        bed, engine = self.numbers.choice(BEDS), self.host.engine(name)
+        before = engine.model_state
+        try:
+            engine.sleep(bed)
+        except RequestError as error:
+            assert error.code == "already_asleep" and engine.model_state == before
+        else:
+            assert engine.model_state == bed.state
+
+    def wake(self, name: str) -> None:
+        before = self.host.engine(name).model_state
+        try:
+            self.host.wake(name)
+        except RequestError as error:
+            assert (error.code, before) == ("already_awake", "awake")
+        assert self.host.engine(name).model_state == "awake"
+
+    def update(self, name: str) -> None:
+        state, form = self.host.engine(name).model_state, hosted(self.models.llm)[name].form
+        path = self.numbers.choice(self.paths)
+        try:
+            self.models.update(name, path)
+        except RequestError as error:
+            assert (error.status, state == "awake") in ((409, False), (400, True)), error
+        else:
+            assert state == "awake" and hosted(self.models.llm)[name].form == form
+
+    def answer(self, name: str) -> None:
+        if self.host.engine(name).model_state == "awake" and name not in self.paused:
+            assert answers(self.models.llm, name) == alone(self.models.of[name]).answers
+
+    def pause(self, name: str) -> None:
+        if name in self.paused:
+            self.host.engine(name).resume()
+            self.paused.remove(name)
+        else:
+            self.host.engine(name).pause(self.numbers.choice(["keep", "abort", "wait"]))
+            self.paused.add(name)
+
+    def resume(self) -> None:
+        for name in self.paused:
+            self.host.engine(name).resume()
+
+    def limit(self, name: str) -> None:
+        nbytes = self.numbers.choice([None, 2 * PAGE, 8 * PAGE])
+        if self.numbers.random() < 0.5:
+            self.host.set_limit(nbytes)
+        else:
+            self.host.engine(name).set_own_limit(nbytes)
+
+    def trim(self, _: str) -> None:
+        self.host.trim(self.numbers.choice([None, PAGE, MIB]))
+
+    def idle(self, _: str) -> None:
+        self.models.llm.idle()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_order_leaves_all_as_they_would_be_alone(kind: str, twisted: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    for number in range(ORDERS):
+        with closing_clean(open_llm(kind, enable_prefix_cache=True)) as llm:
+            Order(Models(llm), Random(seed + number), twisted).go(STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_orders_leave_all_as_they_would_be_alone(kind: str, twisted: Path) -> None:
+    seed = random.randrange(1 << 32)
+    for number in range(30):
+        print("seed", seed + number)
+        with closing_clean(open_llm(kind)) as llm:
+            Order(Models(llm), Random(seed + number), twisted).go(60)
