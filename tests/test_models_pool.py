@@ -57,6 +57,7 @@ def test_the_same_weights_are_there_once() -> None:
         assert memory["mapped"] == memory["weights"] + sum(m["kv_mapped"] for m in memory["models"].values())
         llm.host.engine("twin").sleep(Bed(1))
         assert llm.memory()["weights"] == before["weights"], "the first still needs them"
+        assert llm.memory()["models"]["twin"]["weights"] == 0
         llm.host.engine("").sleep(Bed(2))
         assert llm.memory()["weights"] == 0 == llm.memory()["physical"]
         llm.host.wake("twin")

@@ -65,6 +65,7 @@ def together(snapshots: dict[str, Snapshot], *, latest: str, weights: int, parke
     )
 
 
+_USES_WEIGHTS = ("awake", "falling asleep")
 _SUMMED = (
     "kv_live", "kv_cached", "kv_idle", "kv_spare", "state", "pages_mapped_total", "pages_unmapped_total",
     "map_failures_total", "evicted_blocks_total", "preemptions_total",
@@ -181,8 +182,8 @@ class Reporter:
                     "state": model_state,
                     "kv_mapped": bands["mapped"] - weights,
                     "kv_live": bands["kv_live"],
-                    "weights": weights,
-                    "parked": parked,
+                    "weights": weights if model_state in _USES_WEIGHTS else 0,  # else only others need them
+                    "parked": parked if model_state == "parked" else 0,
                     **({} if cache.limits.own_limit is None else {"limit": cache.limits.own_limit}),
                 }
             },
