@@ -155,14 +155,26 @@ class Joining:
             failure = type(error)(str(error))
         except OSError as error:
             failure = ModelError(f"{start.config.model.model} cannot be read: {error}")
-        except BaseException as error:  # called off, broken, no memory for what loading needs besides
-            _forget_locals(error)
-            if not isinstance(error, Exception) or bytes_refused(error) is None:
-                self._undo(start)
+        except (RuntimeError, MemoryError) as error:  # it may be memory for what loading needs besides
+            if bytes_refused(error) is None:
+                self._undo_for(error, start)
                 raise
             failure = MemoryShortage(f"out of memory: {error}")
+        except BaseException as error:  # called off, an interrupt, a broken model file
+            self._undo_for(error, start)
+            raise
         self._undo(start)
         return failure
+
+    def _undo_for(self, error: BaseException, start: Start) -> None:
+        """Close what was opened. Where the error came from is said now: its frames hold the model's tensors."""
+        if isinstance(error, Exception):
+            log.error("a model could not be made:\n%s", traceback.format_exc())
+        each: BaseException | None = error
+        while each is not None:
+            each.__traceback__ = None
+            each = each.__cause__ or each.__context__
+        self._undo(start)
 
     def _undo(self, start: Start) -> None:
         """Close what was opened."""
@@ -190,14 +202,6 @@ def _room_for_weights(models: Sequence[HostedModel]) -> int:
     first, *others = models
     first.look(others)
     return first.cache.room_for_weights()
-
-
-def _forget_locals(error: BaseException) -> None:
-    """What the frames of an error held lives no longer."""
-    each: BaseException | None = error
-    while each is not None:
-        traceback.clear_frames(each.__traceback__)
-        each = each.__cause__ or each.__context__
 
 
 def _refusal(error: Exception, path: str) -> RequestError:
