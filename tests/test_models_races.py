@@ -12,7 +12,19 @@ from random import Random
 
 import pytest
 from checkpoints import tiny_checkpoint
-from pool_models import KINDS, MIB, PAGE, TOTAL, Models, check, closing_clean, open_llm
+from pool_models import (
+    KINDS,
+    MIB,
+    PAGE,
+    TOTAL,
+    Models,
+    check,
+    closing_clean,
+    driver_of,
+    open_llm,
+    pool_of,
+    use_up_faults,
+)
 from pool_models import twisted as make_twisted
 
 from xllm_cli import LLM
@@ -38,6 +50,8 @@ REFUSED = {"model_busy", "already_asleep", "already_awake", "falling_asleep", "m
            "model_invalid"}  # fmt: skip
 FLOOR = 64 * MIB  # that growth leaves free on any host
 SHORT = {"model_memory_unavailable", "weights_memory_unavailable"}
+FAILED = {"sleep_failed", "wake_failed"}
+FAULTS = 6
 TIGHT = {"max_cache_size": 3 * MIB, "auto_sleep": True, "auto_wake": True}
 MOST_STEPS = 4000  # until all that was asked for has ended, once nothing new comes
 LONGEST = 24
@@ -155,18 +169,22 @@ class Race:
 
     # --- all of it
 
-    def go(self, messages: int) -> None:
+    def go(self, messages: int, before_the_end: Callable[[], None] = lambda: None) -> None:
         verbs: list[Callable[[], None]] = [self.submit] * 4 + [self.abort] + [self.command] * 2
         for _ in range(messages):
             self.numbers.choice(verbs)()
             for _ in range(self.numbers.choice([0, 1, 1, 3])):
                 self.step()
-                check(self.llm) if not self.is_joining else self.host.check()
+                check(self.llm) if not self.may_differ else self.host.check()
+        before_the_end()
         self.end()
 
     @property
-    def is_joining(self) -> bool:
-        return any(isinstance(command, Fork | UpdateWeights) for command in self.open.values())
+    def may_differ(self) -> bool:
+        """Pages may be somewhere that the models do not know: with a newcomer, or where the device kept them."""
+        return self.refused >= FAILED or any(
+            isinstance(command, Fork | UpdateWeights) for command in self.open.values()
+        )
 
     def end(self) -> None:
         """Everybody may run: then everything ends."""
@@ -182,6 +200,7 @@ class Race:
         assert not self.open and not self.host.has_work, f"{self.open} hang"
         for _ in range(3):
             self.step()
+            pool_of(self.llm).close_again()
         assert all(asked.ended == 1 for asked in self.asked.values())
         self.models.check_answers()
         print(self.seen)
@@ -193,6 +212,22 @@ class Race:
             if asked.is_answered and asked.path is not None and asked.model not in self.has_changed:
                 found.setdefault(asked.path, []).append(asked)
         return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_it_is_on_a_device_that_refuses_now_and_then(kind: str, twisted: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    numbers = Random(seed)
+    with closing_clean(open_llm(kind)) as llm:
+        driver = driver_of(llm)
+        driver.reset_counts()
+        for verb in ("create", "map", "unmap", "destroy", "reserve", "release", "info"):
+            for nth in numbers.sample(range(1, 60), FAULTS):
+                driver.fail(verb, nth, numbers.random() < 0.5)
+        race = Race(llm, numbers, twisted, refused=REFUSED | SHORT | FAILED)
+        race.go(MESSAGES, before_the_end=lambda: use_up_faults(driver, 60))
+    check_tokens(race.answered())
 
 
 @pytest.mark.parametrize("kind", ["elastic", "fixed"])

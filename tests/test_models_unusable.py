@@ -247,6 +247,26 @@ def test_an_end_in_the_middle_of_a_reading_leaves_nothing(tmp_path: Path, change
     assert (usage["handles"], usage["ranges"], usage["mapped"]) == (0, 0, 0), usage
 
 
+def test_two_that_join_at_once_both_give_way(models: Models, tmp_path: Path) -> None:
+    paths = {name: make_twisted(tmp_path / name) for name in ("first", "second")}
+    begun = [models.llm.host.begin_fork(name, str(path)) for name, path in paths.items()]
+    for _ in range(5):
+        assert not begun[0].advance(0.0)
+    models.of |= paths
+    for each in begun:
+        until_done(models.llm, each)
+        assert each.result().model_id in paths
+
+
+def test_an_end_calls_off_all_that_join(tmp_path: Path) -> None:
+    llm = open_llm("elastic")
+    for name in ("first", "second"):
+        llm.host.begin_fork(name, str(make_twisted(tmp_path / name)))
+    llm.idle()
+    assert llm.close()
+    assert (driver_of(llm).usage()["handles"], driver_of(llm).usage()["ranges"]) == (0, 0)
+
+
 def begin_slowly(llm: LLM, change: str, path: Path, slices: int) -> Sliced[Any]:
     """A fork or an update, so many slices of it done; each ends at once."""
     host = llm.host

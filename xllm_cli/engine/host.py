@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
 
 from xllm_cli.core import Output, Ready, Request, Snapshot, StepEvents
 from xllm_cli.engine.engine import Engine
@@ -31,7 +29,6 @@ from xllm_cli.neighbours.peers import PeerCounters
 
 log = logging.getLogger("xllm.engine")
 
-Made = TypeVar("Made")
 BUSY_SLICE, IDLE_SLICE = 0.02, 0.1  # seconds between two rounds for what joins, beside requests and without any
 
 
@@ -49,8 +46,6 @@ class Host:
         self._turns: Turns[HostedModel] = Turns()
         self._touched: set[HostedModel] = set()
         self._stepped_last = first
-        self._beat = start.beat
-        self._joins: deque[Sliced[Any]] = deque()
 
     @property
     def ready(self) -> Ready:
@@ -103,16 +98,11 @@ class Host:
 
     def begin_fork(self, name: str, path: str, level: int = 0) -> Sliced[Ready]:
         """fork(), in slices before each of the next rounds; what begins later waits for it."""
-        return self._begin(lambda: self.fork(name, path, level))
+        return self._joining.begin(lambda: self.fork(name, path, level))
 
     def begin_update(self, name: str, path: str = "") -> Sliced[None]:
         """update(), likewise."""
-        return self._begin(lambda: self.update(name, path))
-
-    def _begin(self, work: Callable[[], Made]) -> Sliced[Made]:
-        slices = self._joining.begin(work)
-        self._joins.append(slices)
-        return slices
+        return self._joining.begin(lambda: self.update(name, path))
 
     def fork(self, name: str, path: str, level: int = 0) -> Ready:
         """Serve the checkpoint at `path` as `name`, too. What is there already is left as it is.
@@ -158,8 +148,7 @@ class Host:
 
     def step(self) -> StepEvents:
         """One round, after a slice of what joins."""
-        if self._joins and self._joins[0].advance(BUSY_SLICE if self.has_work else IDLE_SLICE, self._beat):
-            self._joins.popleft()
+        self._joining.advance(BUSY_SLICE if self.has_work else IDLE_SLICE)
         if len(self._models) == 1:
             self._touched.clear()
             return self._stepped_last.engine.step()
@@ -231,7 +220,7 @@ class Host:
 
     def seconds_until_due(self) -> float | None:
         """See Engine."""
-        if self._joins or (self._touched and len(self._models) > 1):
+        if self._joining.is_busy or (self._touched and len(self._models) > 1):
             return 0.0
         due = [engine.seconds_until_due() for engine in self._engines]
         return min((seconds for seconds in due if seconds is not None), default=None)
@@ -308,8 +297,7 @@ class Host:
     def close(self) -> bool:
         """End all models; False if a page or a view leaked: those are tried again by the next call. Once all has ended
         another call changes nothing."""
-        while self._joins:
-            self._joins.popleft().call_off()
+        self._joining.call_off()
         for model in self._models.values():
             model.loaded = None  # its tensors look at pages that are given back
         self._touched.clear()

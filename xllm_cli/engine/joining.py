@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -44,22 +45,44 @@ class Joining:
         self._start = replace(start, beat=self._pause, progress=lambda phase: log.info("another model: %s", phase))
         self._limits = limits
         self._room = room
-        self._slices: Sliced[Any] | None = None
+        self._begun: deque[Sliced[Any]] = deque()
         self.peers = PeerCounters()
         self.asks = 0  # bytes that are being filled, of which nobody's books know yet
 
+    # --- in slices
+
     def begin(self, work: Callable[[], Made]) -> Sliced[Made]:
-        """`work` forks or updates; it is done in slices, so that the others go on, where threads are all the same to
-        the device."""
-        slices = self._slices = Sliced(work)
-        if not self._start.device.is_host:
+        """`work` forks or updates; it is done in slices, after what began before, so that the others go on, where
+        threads are all the same to the device."""
+        slices = Sliced(work)
+        if self._start.device.is_host:
+            self._begun.append(slices)
+        else:
             slices.finish()
         return slices
 
+    @property
+    def is_busy(self) -> bool:
+        """Something that began has not ended."""
+        return bool(self._begun)
+
+    def advance(self, seconds: float) -> None:
+        """Let what began first go on for about so long."""
+        if self._begun and self._begun[0].advance(seconds, self._beat):
+            self._begun.popleft()
+
+    def call_off(self) -> None:
+        """End what began, with nothing left behind."""
+        while self._begun:
+            self._begun[0].call_off()
+            self._begun.popleft()
+
     def _pause(self) -> None:
-        """Weights are being read: now, in slices, or again later, by whoever wakes the model."""
-        if self._slices is None or not self._slices.pause():
+        """Weights are being read: now, in slices or not, or again later, by whoever wakes the model."""
+        if not self._begun or not self._begun[0].pause():
             self._beat()
+
+    # --- at once
 
     def fork(self, name: str, path: str, models: Sequence[HostedModel]) -> Built:
         """The model at `path` under another name; its weights are those of a model from the same files, if there is

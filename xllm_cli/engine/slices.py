@@ -53,8 +53,6 @@ class Sliced(Generic[Made]):
 
     def finish(self) -> None:
         """Do all of it now, in this thread: where a thread is bound to its device."""
-        self._thread = threading.current_thread()
-        self._until = float("inf")
         self._run_here()
 
     def advance(self, seconds: float, beat: Callable[[], None] = lambda: None) -> bool:
