@@ -232,6 +232,17 @@ def test_weights_that_are_set_aside_are_not_asked_for_the_sake_of_a_cache(join: 
     assert poor.ask(4 * MIB, older_than=99.0) == MIB
 
 
+def test_one_ahead_that_finds_nobody_does_not_hold_up_one_in_need(join, clock) -> None:
+    poor, parked = join("poor"), join("parked")
+    memory = VmmReport(parked=8 * MIB)
+    parked.publish(Snapshot(memory=memory, counters=Counters()), is_giving=True, short=0, oldest_at=None)
+    for _ in range(3):
+        clock.now += peers.ASK_SECONDS
+        assert poor.ask(MIB, older_than=clock.now) == 0, "what is set aside serves nobody here either, and stays"
+    assert poor.ask(MIB) == MIB
+    assert poor.ask(MIB) == 0 == poor.ask(MIB, older_than=clock.now), "it has only just asked"
+
+
 def test_a_resting_neighbour_is_waited_for(join: Callable[[str], Neighbours]) -> None:
     poor, rich, other = join("poor"), join("rich"), join("other")
     show(rich, cached=2 * MIB)

@@ -92,7 +92,7 @@ class Neighbours:
         self._active_at = clock()
         self._outstanding = 0  # bytes asked for and not yet given
         self._awaited: set[str] = set()  # addresses of those who rest, were asked and have not answered
-        self._publish_at = self._ask_at = self._asked_at = self._patient_at = 0.0
+        self._publish_at = self._ask_at = self._ahead_at = self._asked_at = self._patient_at = 0.0
         self._last_read: dict[str, float] = {}
 
     def fileno(self) -> int:
@@ -151,9 +151,9 @@ class Neighbours:
         for what lies in pages that serve nobody: prefixes here are to stay, which is worth less than a request.
         """
         now = self._clock()
-        if nbytes <= 0 or now < self._ask_at:
+        if nbytes <= 0 or now < self._ask_at or (older_than is not None and now < self._ahead_at):
             return 0
-        self._ask_at, self._asked_at = now + ASK_SECONDS, now
+        self._ahead_at = now + ASK_SECONDS
         self._awaited.clear()
         missing = nbytes
         for peer, idle in self._askable(older_than):
@@ -163,6 +163,8 @@ class Neighbours:
                 if not peer.running:
                     self._awaited.add(address)
         self._outstanding = nbytes - missing
+        if self._outstanding or older_than is None:  # one ahead that found nobody must not hold up one in need
+            self._ask_at, self._asked_at = now + ASK_SECONDS, now
         self.counters.asked += self._outstanding
         return self._outstanding
 
