@@ -115,6 +115,17 @@ def memory_for(models: float, **more: object) -> LLM:
     return open_llm("fixed", max_cache_size=int(models * (weights + cache)) - weights, **SMALL, **more)
 
 
+def test_what_is_given_to_others_puts_nobody_to_sleep() -> None:
+    with open_llm("elastic", auto_sleep=True, **SMALL) as llm:
+        fork(llm, "other", OTHER)
+        for model in ("", "other"):
+            answers_of(llm, model)
+        held = llm.memory()["kv_cached"]
+        assert 0 < llm.host.trim(1 << 30) <= held + 64 * 4096
+        assert [state(llm, model) for model in ("", "other")] == ["awake", "awake"]
+        assert llm.memory()["kv_cached"] == 0
+
+
 def copies(folder: Path, *names: str) -> list[str]:
     """Checkpoints as large as the first model's, each in a place of its own."""
     return [str(shutil.copytree(tiny_checkpoint("llama"), folder / name)) for name in names]

@@ -148,7 +148,9 @@ class Host:
 
     def step(self) -> StepEvents:
         """One round, after a slice of what joins."""
-        self._joining.advance(BUSY_SLICE if self.has_work else IDLE_SLICE)
+        if self._joining.is_busy:
+            self._joining.advance(BUSY_SLICE if self.has_work else IDLE_SLICE)
+            self._look_everywhere()
         if len(self._models) == 1:
             self._touched.clear()
             return self._stepped_last.engine.step()
@@ -185,9 +187,8 @@ class Host:
         return due or models
 
     def _look_everywhere(self, only: list[HostedModel] | None = None) -> None:
-        if len(self._models) > 1:
-            for model in self._models.values() if only is None else only:
-                model.look(self._others(model), self._joining.asks)
+        for model in self._models.values() if only is None else only:
+            model.look(self._others(model), self._joining.asks)
 
     def _others(self, model: HostedModel) -> Iterator[HostedModel]:
         return (other for other in self._models.values() if other is not model)
@@ -234,7 +235,7 @@ class Host:
     def trim(self, nbytes: int | None = None) -> int:
         """Let up to `nbytes` (None: all) that no request uses leave, of all models, with the next round."""
         if len(self._models) > 1 and nbytes is not None:
-            return self._room.make(None, nbytes, self._models.values())
+            return self._room.spare(nbytes, list(self._models.values()))
         self.touch("")
         return sum(engine.trim(nbytes) for engine in self._engines)
 

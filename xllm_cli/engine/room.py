@@ -49,14 +49,19 @@ class Room:
     def make(self, model: HostedModel | None, nbytes: int, models: Iterable[HostedModel]) -> int:
         """Take up to `nbytes`, a little more in whole pages, from the others of `models`; returns how many came."""
         others = [other for other in models if other is not model]
-        got = _borrow(others, nbytes)
-        for other in others:
-            if got < nbytes:
-                got += other.engine.give_up_parked()
+        got = self.spare(nbytes, others)
         if self._auto_sleep:
             for other in sorted(others, key=lambda other: other.last_used):
                 if got < nbytes and not other.engine.has_work:
                     got += self._put_to_sleep(other, model)
+        return got
+
+    def spare(self, nbytes: int, models: Sequence[HostedModel]) -> int:
+        """Take up to `nbytes` of what serves no request and no awake model: nobody sleeps for it."""
+        got = _borrow(models, nbytes)
+        for model in models:
+            if got < nbytes:
+                got += model.engine.give_up_parked()
         return got
 
     def _put_to_sleep(self, other: HostedModel, model: HostedModel | None) -> int:
