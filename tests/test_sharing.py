@@ -39,7 +39,7 @@ class Names:
 
     def choices(self, name: int) -> dict[str, Callable[[], object]]:
         """What this name may ask for now."""
-        share, state = self.shares[name], self.wanted[name]
+        share, state = self.shares[name], self.shares[name].state
         found: dict[str, Callable[[], object]] = {"give_up": share.give_up, "close": share.close}
         if state == "awake":
             found["parked"] = share.park
@@ -53,9 +53,10 @@ class Names:
 
     def ask(self, name: int, what: str) -> None:
         """It is done, and what must come of it is remembered."""
+        came_from = self.shares[name].state
         came = self.choices(name)[what]()
         if what == "give_up":
-            self.wanted[name] = "light" if self.wanted[name] == "parked" else self.wanted[name]
+            self.wanted[name] = "light" if came_from == "parked" else self.wanted[name]
         elif what == "awake":
             if came:
                 raise Short(came)
@@ -81,7 +82,10 @@ class Names:
     def check_truth(self) -> None:
         """As check(), while the device may keep a page or the pool one that is free."""
         self.model.check()
-        assert [self.shares[name].state for name in self.open] == [self.wanted[name] for name in self.open]
+        pages = self.model.weights.state  # parked at worst, where the device refuses both ways
+        states = [max(self.wanted[name], pages, key=DEPTH.__getitem__) for name in self.open]
+        assert [self.shares[name].state for name in self.open] == states
+        assert pages in ("parked", "awake") or pages in [self.wanted[name] for name in self.open]
         for name in self.open:
             self.shares[name].check()
         pool, weights = self.model.pool, self.model.weights
@@ -190,14 +194,14 @@ def test_whatever_is_refused_nobody_is_told_what_is_not_so(verb: str, shortage: 
 def ask_until_done(names: Names, name: int, what: str) -> None:
     """Again and again while the device refuses; after each try all that is said must be true."""
     for _ in range(4 * FAULTS):
-        before, share = names.wanted[name], names.shares[name]
+        share = names.shares[name]
+        before = share.state
         if what not in names.choices(name):
             return  # refused, and set aside: there is nothing to park then
         try:
             names.ask(name, what)
         except (WeightsError, Short):
             assert share.state in (before, "parked") and (share.state == before or before == "awake")
-            names.wanted[name] = share.state
             names.check_truth()
         else:
             names.check_truth()

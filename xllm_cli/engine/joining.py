@@ -20,7 +20,7 @@ from xllm_cli.cache.budget import Limits
 from xllm_cli.engine.hosted import HostedModel
 from xllm_cli.engine.parts import Start, load_weights
 from xllm_cli.engine.room import Room
-from xllm_cli.engine.slices import Sliced
+from xllm_cli.engine.slices import Sliced, forget_frames
 from xllm_cli.engine.slumber import weights_required
 from xllm_cli.engine.start import Built, build, explained
 from xllm_cli.errors import DeviceError, MemoryShortage, ModelError, RequestError
@@ -193,10 +193,7 @@ class Joining:
         """Close what was opened. Where the error came from is said now: its frames hold the model's tensors."""
         if isinstance(error, Exception):
             log.error("a model could not be made:\n%s", traceback.format_exc())
-        each: BaseException | None = error
-        while each is not None:
-            each.__traceback__ = None
-            each = each.__cause__ or each.__context__
+        forget_frames(error)
         self._undo(start)
 
     def _undo(self, start: Start) -> None:

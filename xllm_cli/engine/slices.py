@@ -14,10 +14,20 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from xllm_cli.errors import RequestError
+
 Made = TypeVar("Made")
 
 POLL_SECONDS = 0.5  # a slice that lasts: its caller has a sign of life to give meanwhile
 END_SECONDS = 60.0  # for work that was called off to come to where it may end
+
+
+def forget_frames(error: BaseException) -> None:
+    """Where an error came from is not known any more, and what the frames there hold lives no longer."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
 
 
 class CalledOff(BaseException):
@@ -47,6 +57,9 @@ class Sliced(Generic[Made]):
         try:
             if not self._is_called_off:
                 self._made.append(self._work())
+        except RequestError as error:
+            forget_frames(error)
+            self._error = error
         except BaseException as error:  # whatever it is: it is raised again where the result is asked for
             self._error = error
         self.is_done = True

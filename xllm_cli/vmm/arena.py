@@ -95,6 +95,7 @@ class Arena(Range):
         self.num_pages = -(-nbytes // self.page_bytes)
         super().__init__(driver.reserve(self.num_pages * self.page_bytes), self.num_pages * self.page_bytes, device)
         self._driver = driver
+        self._pool = pool
         self._handles: dict[int, int] = {}
 
     @property
@@ -133,7 +134,11 @@ class Arena(Range):
         return [self.address + page * self.page_bytes for page in pages]
 
     def close(self) -> bool:
-        """Release the range. False: a page is mapped, a view is alive or the driver refused; the range is kept."""
+        """Release the range. False: a page is mapped, a view is alive or the driver refused; the range is kept until it
+        can be released, see PagePool.closes()."""
+        return self._pool.closes(self._close)
+
+    def _close(self) -> bool:
         if self._closed:
             return True
         if self._handles or self.num_views:

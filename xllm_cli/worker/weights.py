@@ -102,11 +102,11 @@ class Weights:
         assert self.state != "deep" and level in LEVELS
         if self.state != "light":
             self._let_go(self._arena.discard)
-            self.pool.trim()
         if level == 2 and self._backup is not None:
             self._backup.close()
             self._backup = None
         self.state = LEVELS[level]
+        self.pool.trim()  # only now: it may close what was left over, and somebody looks at the state then
 
     def _let_go(self, change: Callable[[], None]) -> None:
         """Where the device refuses both a page's way out and the others' way back, they are set aside: no row may run
