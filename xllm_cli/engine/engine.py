@@ -2,6 +2,8 @@
 
 Names the stages; what a request may ask for, scheduling, memory and execution are the admission's, the scheduler's, the
 cache manager's and the group's business.
+
+Longer than other files: all that may be asked of a model is here, and most of it is said, not done.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from xllm_cli.core import Output, Request, Snapshot, StepEvents, StepPlan, StepR
 from xllm_cli.engine.admission import Admission, ServingLimits, mappable_bytes
 from xllm_cli.engine.grammar import Grammars
 from xllm_cli.engine.guided import Guided
+from xllm_cli.engine.needs import Needs
 from xllm_cli.engine.notices import Notices
 from xllm_cli.engine.report import Reporter
 from xllm_cli.engine.scheduler import Scheduler
@@ -62,6 +65,7 @@ class Engine:
         self._has_run = False
         self._notices = Notices(clock)
         self._slumber = Slumber(cache, group.weights, habits)
+        self.needs = Needs(cache, scheduler, self._slumber, lambda: self._clock())
         self._late: list[Output] = []  # of requests that a command ended, for the next step's events
         self.is_paused = False
         self.gives_way = False  # admits nobody, so that another model gets its turn
@@ -323,54 +327,9 @@ class Engine:
         """Pages that leave go back to the device, where others can have them."""
         return self._cache.limits.elastic
 
-    @property
-    def short_bytes(self) -> int:
-        """What the last plan, or a wake-up, lacked of the device's free memory; 0 if nothing that others hold."""
-        short = self._scheduler.short_bytes
-        if not short:
-            return self._slumber.missing_bytes(self._clock())
-        if not self.lacks_free_memory:
-            return 0
-        return max(self._cache.page_bytes, short - self._cache.headroom().bytes)
-
-    @property
-    def ahead_bytes(self) -> int:
-        """What the next plan may take beyond the free memory: prefixes would go for it. 0 if others hold nothing."""
-        if not self._sequences or not self.lacks_free_memory:
-            return 0
-        wanted, page = self._scheduler.blocks_ahead() * self._cache.spec.bytes_per_block, self._cache.page_bytes
-        pages = wanted // page + 1 + len(self._cache.spec.tensors) if wanted else 0  # blocks end somewhere in theirs
-        return max(0, (pages - self._cache.headroom().bytes // page) * page - self._cache.bands()["kv_spare"])
-
-    @property
-    def oldest_idle_at(self) -> float | None:
-        """When the prefix that would go first was last used, in seconds of the clock; None if no block is idle."""
-        return self._cache.oldest_idle_at
-
-    @property
-    def missing_bytes(self) -> int:
-        """What the last wake-up lacked; 0 if it went well."""
-        return self._slumber.missing
-
-    @property
-    def lacking_bytes(self) -> int:
-        """What the last plan, or a wake-up for a request, lacked and another model may have; 0 if nothing."""
-        if self._slumber.is_asleep:
-            return self._slumber.missing if self._slumber.put_off_by is not None and self.has_work else 0
-        short, room = self._scheduler.short_bytes, self._cache.headroom()
-        if not short or self._cache.growth_is_closed or self._cache.is_at_own_limit:
-            return 0
-        return max(self._cache.page_bytes, short - room.bytes)
-
     def try_again(self) -> None:
         """Others gave memory up: what waits for a wake-up need not wait longer to try it."""
         self._slumber.stir()
-
-    @property
-    def waits_since(self) -> float | None:
-        """When the head of the queue came, in seconds of the clock; None if nobody waits."""
-        waiting = self._scheduler.waiting
-        return waiting[0].queued_at if waiting else None
 
     def lend(self, nbytes: int) -> int:
         """Let up to `nbytes` of what only idle prefixes and spares hold go to another model of the pool, now; returns
@@ -386,12 +345,6 @@ class Engine:
         if given:
             self.look()
         return given
-
-    @property
-    def lacks_free_memory(self) -> bool:
-        """What limits growth is the device's free memory, and others hold some of it."""
-        seen = self._cache.observations[0]
-        return self._cache.headroom().limited_by == "free_memory" and seen.total - seen.free > seen.owned
 
     def start_counting(self) -> None:
         """The engine is ready: forget what the start-up cached and counted."""

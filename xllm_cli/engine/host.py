@@ -77,6 +77,7 @@ class Host:
         except RequestError as error:
             return refusal(request.request_id, error)
         self._touched.add(found)
+        found.last_used = self._clock()
         return found.engine.submit(request)
 
     def engines(self, model: str) -> list[Engine]:
@@ -90,7 +91,7 @@ class Host:
         try:
             found.engine.wake()
         except RequestError:
-            missing = found.engine.missing_bytes
+            missing = found.engine.needs.of_weights
             if not missing or not self._room.make(found, missing, self._models.values()):
                 raise
             self._look_everywhere(only=[found])
@@ -169,7 +170,7 @@ class Host:
             outputs += events.outputs
             if events.map_seconds is not None:
                 seconds = (seconds or 0.0) + events.map_seconds
-        self._look_everywhere(only=[model for model in stepped if model.engine.lacking_bytes])
+        self._look_everywhere(only=[model for model in stepped if model.engine.needs.of_pool])
         helped = self._room.settle(stepped, list(self._models.values()))
         self._look_everywhere(only=helped)
         self._touched.update(helped)
@@ -257,18 +258,18 @@ class Host:
 
     @property
     def short_bytes(self) -> int:
-        """See Engine: of the one that is short of most."""
-        return max(engine.short_bytes for engine in self._engines)
+        """See Needs: of the one that is short of most."""
+        return max(engine.needs.of_device for engine in self._engines)
 
     @property
     def ahead_bytes(self) -> int:
-        """See Engine: of the one that may take most."""
-        return max(engine.ahead_bytes for engine in self._engines)
+        """See Needs: of the one that may take most."""
+        return max(engine.needs.ahead for engine in self._engines)
 
     @property
     def oldest_idle_at(self) -> float | None:
         """See Engine."""
-        return min((at for engine in self._engines if (at := engine.oldest_idle_at) is not None), default=None)
+        return min((at for engine in self._engines if (at := engine.needs.oldest_idle_at) is not None), default=None)
 
     @property
     def has_work(self) -> bool:

@@ -39,11 +39,11 @@ class Room:
         may find some now."""
         helped = []
         for model in stepped:
-            nbytes = model.engine.lacking_bytes
+            nbytes = model.engine.needs.of_pool
             if nbytes and self.make(model, nbytes, models):
                 model.engine.try_again()
                 helped.append(model)
-        self._claim([model for model in models if model.engine.lacking_bytes and model not in helped], models)
+        self._claim([model for model in models if model.engine.needs.of_pool and model not in helped], models)
         return helped
 
     def make(self, model: HostedModel | None, nbytes: int, models: Iterable[HostedModel]) -> int:
@@ -82,7 +82,7 @@ class Room:
     def _claim(self, lacking: Sequence[HostedModel], models: Sequence[HostedModel]) -> None:
         """Let the one who has waited longest go ahead of everybody's newcomers."""
         now = self._clock()
-        waiting = [(model.engine.waits_since, model) for model in lacking]
+        waiting = [(model.engine.needs.waits_since, model) for model in lacking]
         due = [(since, model) for since, model in waiting if since is not None and now - since >= CLAIM_SECONDS]
         claimant = min(due, key=lambda pair: pair[0])[1] if due else None
         for model in models:
@@ -91,7 +91,7 @@ class Room:
             self._hold_others(claimant, models, now)
 
     def _hold_others(self, claimant: HostedModel, models: Sequence[HostedModel], now: float) -> None:
-        wanted = claimant.engine.lacking_bytes
+        wanted = claimant.engine.needs.of_pool
         others = [m for m in models if m is not claimant and m.held_bytes and now - m.awake_since >= AWAKE_SECONDS]
         for other in sorted(others, key=lambda other: other.awake_since):
             if wanted <= 0:
