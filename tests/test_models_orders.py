@@ -3,13 +3,14 @@ its weights are the checkpoint's to the byte, and every page is counted."""
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from random import Random
 
 import pytest
 from checkpoints import tiny_checkpoint
-from pool_models import KINDS, MIB, PAGE, Models, alone, answers, closing_clean, hosted, open_llm
+from pool_models import KINDS, MIB, PAGE, Models, alone, answers, closing_clean, driver_of, hosted, open_llm
 from pool_models import twisted as make_twisted
 
 from xllm_cli.engine.slumber import Bed
@@ -18,6 +19,7 @@ from xllm_cli.errors import RequestError
 BEDS = [Bed(1), Bed(2), Bed(1, park=True)]
 NAMES = 5
 ORDERS, STEPS = 3, 14
+SLACK = 24 * MIB  # a hundredth of what a hundred leaked copies of the weights would be, and noise
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +132,42 @@ def test_many_orders_leave_all_as_they_would_be_alone(kind: str, twisted: Path) 
         print("seed", seed + number)
         with closing_clean(open_llm(kind)) as llm:
             Order(Models(llm), Random(seed + number), twisted).go(60)
+
+
+def test_a_hundred_cycles_leak_nothing(twisted: Path) -> None:
+    """Of the process either: what only it holds is what it was, but for what the C library keeps."""
+    with closing_clean(open_llm("elastic")) as llm:
+        models = Models(llm)
+        models.fork("twin", tiny_checkpoint("llama"))
+        models.fork("other", tiny_checkpoint("qwen3"))
+        cycle(models, twisted)
+        before, uss = driver_of(llm).usage(), private_bytes()
+        for _ in range(100 // len(BEDS)):
+            cycle(models, twisted)
+        after = driver_of(llm).usage()
+        assert [after[kind] for kind in ("handles", "ranges", "mapped")] == [
+            before[kind] for kind in ("handles", "ranges", "mapped")
+        ]
+        assert private_bytes() - uss < SLACK
+        models.check_answers()
+
+
+def cycle(models: Models, twisted: Path) -> None:
+    """Every bed once for every model, and other weights for one of them."""
+    host = models.llm.host
+    for bed in BEDS:
+        for name in models.of:
+            host.engine(name).sleep(bed)
+        for name in models.of:
+            host.wake(name)
+    models.update("twin", twisted if models.of["twin"] != twisted else tiny_checkpoint("llama"))
+    models.llm.idle()
+    host.trim()
+    models.llm.idle()
+
+
+def private_bytes() -> int:
+    """Memory that this process alone has."""
+    gc.collect()
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Private_"))
