@@ -21,6 +21,7 @@ from pool_models import (
     check,
     closing_clean,
     driver_of,
+    hosted,
     open_llm,
     pool_of,
     use_up_faults,
@@ -157,7 +158,9 @@ class Race:
                 asked.is_answered = True
 
     def finish(self, done: Done) -> None:
-        command = self.open.pop(done.command_id)
+        command, memory = self.open.pop(done.command_id), done.snapshot.memory
+        if isinstance(command, Sleep) and not self.may_differ and self.is_virtual:
+            assert memory.physical == memory.mapped + memory.free_handles + memory.parked, memory
         self.seen[type(command).__name__ + (" refused" if done.error else "")] += 1
         if done.error is not None:
             assert done.error.code in self.refused, done.error
@@ -178,6 +181,10 @@ class Race:
                 check(self.llm) if not self.may_differ else self.host.check()
         before_the_end()
         self.end()
+
+    @property
+    def is_virtual(self) -> bool:
+        return any(model.cache.page_bytes > 1 for model in hosted(self.llm).values())
 
     @property
     def may_differ(self) -> bool:

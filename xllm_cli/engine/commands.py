@@ -132,6 +132,7 @@ class Commands:
         for opened in self._open:
             (waiting if opened.error is None and opened.waits() else due).append(opened)
         if any(isinstance(opened.command, Sleep | Fork | UpdateWeights) for opened in due):
+            self._host.look()
             snapshot = self._host.snapshot()  # that was just now
         self._open = waiting
         return [self._answer(opened, snapshot) for opened in due]
