@@ -247,6 +247,15 @@ def test_an_end_in_the_middle_of_a_reading_leaves_nothing(tmp_path: Path, change
     assert (usage["handles"], usage["ranges"], usage["mapped"]) == (0, 0, 0), usage
 
 
+def test_a_twin_of_a_deep_sleeper_takes_its_weights_at_once(models: Models) -> None:
+    models.llm.host.engine("other").sleep(Bed(2))
+    begun = models.llm.host.begin_fork("twin", str(QWEN))
+    # in between another name could wake them and sleep again, and pages would go from under the reader
+    assert begun.advance(0.0)
+    assert begun.result().model_id == "twin"
+    models.of["twin"] = QWEN
+
+
 def test_two_that_join_at_once_both_give_way(models: Models, tmp_path: Path) -> None:
     paths = {name: make_twisted(tmp_path / name) for name in ("first", "second")}
     begun = [models.llm.host.begin_fork(name, str(path)) for name, path in paths.items()]

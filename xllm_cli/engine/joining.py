@@ -46,6 +46,7 @@ class Joining:
         self._limits = limits
         self._room = room
         self._begun: deque[Sliced[Any]] = deque()
+        self._wakes_twin = False
         self.peers = PeerCounters()
         self.asks = 0  # bytes that are being filled, of which nobody's books know yet
 
@@ -79,7 +80,7 @@ class Joining:
 
     def _pause(self) -> None:
         """Weights are being read: now, in slices or not, or again later, by whoever wakes the model."""
-        if not self._begun or not self._begun[0].pause():
+        if not self._begun or not self._begun[0].pause(at_once=self._wakes_twin):
             self._beat()
 
     # --- at once
@@ -91,7 +92,11 @@ class Joining:
         twin = next((model.loaded for model in models if model.comes_from(path)), None)
         start = self._start.beside(self._limits, path, name, twin, ExitStack())
         asks = self._bytes_of(path) if twin is None else twin.weights.bytes_to_wake
-        built = self._make(build, start, models, asks=asks)
+        self._wakes_twin = twin is not None  # whose other names must not wake it, too, in between
+        try:
+            built = self._make(build, start, models, asks=asks)
+        finally:
+            self._wakes_twin = False
         built.engine.report_neighbours(self.peers)
         return built
 

@@ -81,10 +81,13 @@ class Sliced(Generic[Made]):
             beat()
         return self.is_done
 
-    def pause(self) -> bool:
-        """For the work: give way if its slice is over. False, and nothing done, if somebody else calls it."""
+    def pause(self, *, at_once: bool = False) -> bool:
+        """For the work: give way if its slice is over, and this need not be done `at_once`. False, and nothing done, if
+        somebody else calls it."""
         if self.is_done or threading.current_thread() is not self._thread:
             return False
+        if at_once:
+            return True
         if self._is_called_off:
             raise CalledOff
         if time.monotonic() >= self._until:
