@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import tiny_checkpoint
-from pool_models import FLAGS, Models, closing_clean, driver_of, open_llm, pool_of
+from pool_models import FLAGS, Models, answers, closing_clean, driver_of, open_llm, pool_of
 from pool_models import twisted as make_twisted
 from safetensors.torch import load_file, save_file
 
@@ -235,6 +235,15 @@ def test_an_interrupt_while_it_warms_up_leaves_nothing_of_a_fork(models: Models,
         ends(lambda: models.fork("new", path), KeyboardInterrupt)
     models.check()
     models.fork("new", path)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 4])
+def test_an_interrupt_of_one_models_step_is_no_matter_to_the_others(models: Models, nth: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fail_from(patch, Decoder, "forward", nth, KeyboardInterrupt)
+        ends(lambda: answers(models.llm, "other"), KeyboardInterrupt)
+    assert not models.llm.host.has_work
+    models.check()
 
 
 @pytest.mark.parametrize("change", ["fork", "update"])
