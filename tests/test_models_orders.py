@@ -134,6 +134,16 @@ def test_many_orders_leave_all_as_they_would_be_alone(kind: str, twisted: Path) 
             Order(Models(llm), Random(seed + number), twisted).go(60)
 
 
+def test_a_limit_on_all_holds_for_who_joins_later() -> None:
+    with closing_clean(open_llm("elastic")) as llm:
+        llm.host.set_limit(2 * PAGE)
+        llm.host.fork("other", str(tiny_checkpoint("qwen3")))
+        assert hosted(llm)["other"].cache.limits.limit == 2 * PAGE
+        assert answers(llm, "other") == alone(tiny_checkpoint("qwen3")).answers
+        assert answers(llm) == alone(tiny_checkpoint("llama")).answers
+        assert sum(model.kv_in_pool for model in hosted(llm).values()) <= 2 * PAGE
+
+
 def test_a_hundred_cycles_leak_nothing(twisted: Path) -> None:
     """Of the process either: what only it holds is what it was, but for what the C library keeps."""
     with closing_clean(open_llm("elastic")) as llm:
