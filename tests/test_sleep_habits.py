@@ -93,6 +93,6 @@ def test_for_a_second_neighbours_are_asked_for_what_a_wake_up_lacked() -> None:
         llm.engine._clock = lambda: now[0]
         llm.engine.sleep(Bed(1))
         assert code_of(llm.engine.wake) == (503, "weights_memory_unavailable")
-        assert llm.engine.needs.of_device > 1 << 49
+        assert llm.engine.needs.of_device(now[0]) > 1 << 49
         now[0] += 1
-        assert llm.engine.needs.of_device == 0 and llm.engine.model_state == "light"
+        assert llm.engine.needs.of_device(now[0]) == 0 and llm.engine.model_state == "light"

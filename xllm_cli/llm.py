@@ -56,6 +56,7 @@ class LLM:
         self._tokenizer = Tokenizer.from_folder(Path(model))  # first: should it fail, nothing else is open
         self._host = Host(*build_first(config, lambda phase: None, driver))
         self._ready = self._host.ready
+        self._engine = self._host.engine("")
         self._served = 0
 
     def generate(
@@ -135,7 +136,7 @@ class LLM:
     @property
     def engine(self) -> Engine:
         """The first model's engine, for callers that submit, abort and step on their own."""
-        return self._host.engine("")
+        return self._engine
 
     def close(self) -> bool:
         """Give everything back; False if a page or a view leaked."""

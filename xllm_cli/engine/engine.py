@@ -65,7 +65,7 @@ class Engine:
         self._has_run = False
         self._notices = Notices(clock)
         self._slumber = Slumber(cache, group.weights, habits)
-        self.needs = Needs(cache, scheduler, self._slumber, lambda: self._clock())
+        self.needs = Needs(cache, scheduler, self._slumber)
         self._late: list[Output] = []  # of requests that a command ended, for the next step's events
         self.is_paused = False
         self.gives_way = False  # admits nobody, so that another model gets its turn

@@ -259,7 +259,8 @@ class Host:
     @property
     def short_bytes(self) -> int:
         """See Needs: of the one that is short of most."""
-        return max(engine.needs.of_device for engine in self._engines)
+        now = self._clock()
+        return max(engine.needs.of_device(now) for engine in self._engines)
 
     @property
     def ahead_bytes(self) -> int:

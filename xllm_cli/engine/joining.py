@@ -9,18 +9,17 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from xllm_cli.cache.budget import Limits
 from xllm_cli.engine.hosted import HostedModel
 from xllm_cli.engine.parts import Start, load_weights
 from xllm_cli.engine.room import Room
-from xllm_cli.engine.slices import Sliced, forget_frames
+from xllm_cli.engine.slices import Sliced, SliceQueue, forget_frames
 from xllm_cli.engine.slumber import weights_required
 from xllm_cli.engine.start import Built, build, explained
 from xllm_cli.errors import DeviceError, MemoryShortage, ModelError, RequestError
@@ -41,12 +40,12 @@ class Joining:
     """Forks and updates over what the first model started from."""
 
     def __init__(self, start: Start, limits: Limits, room: Room) -> None:
-        self._beat = start.beat
-        self._start = replace(start, beat=self._pause, progress=lambda phase: log.info("another model: %s", phase))
+        self._queue = SliceQueue(start.beat)
+        self._start = replace(
+            start, beat=self._queue.pause, progress=lambda phase: log.info("another model: %s", phase)
+        )
         self._limits = limits
         self._room = room
-        self._begun: deque[Sliced[Any]] = deque()
-        self._wakes_twin = False
         self.peers = PeerCounters()
         self.asks = 0  # bytes that are being filled, of which nobody's books know yet
 
@@ -57,7 +56,7 @@ class Joining:
         threads are all the same to the device."""
         slices = Sliced(work)
         if self._start.device.is_host:
-            self._begun.append(slices)
+            self._queue.add(slices)
         else:
             slices.finish()
         return slices
@@ -65,23 +64,15 @@ class Joining:
     @property
     def is_busy(self) -> bool:
         """Something that began has not ended."""
-        return bool(self._begun)
+        return bool(self._queue)
 
     def advance(self, seconds: float) -> None:
         """Let what began first go on for about so long."""
-        if self._begun and self._begun[0].advance(seconds, self._beat):
-            self._begun.popleft()
+        self._queue.advance(seconds)
 
     def call_off(self) -> None:
         """End what began, with nothing left behind."""
-        while self._begun:
-            self._begun[0].call_off()
-            self._begun.popleft()
-
-    def _pause(self) -> None:
-        """Weights are being read: now, in slices or not, or again later, by whoever wakes the model."""
-        if not self._begun or not self._begun[0].pause(at_once=self._wakes_twin):
-            self._beat()
+        self._queue.call_off()
 
     # --- at once
 
@@ -92,11 +83,11 @@ class Joining:
         twin = next((model.loaded for model in models if model.comes_from(path)), None)
         start = self._start.beside(self._limits, path, name, twin, ExitStack())
         asks = self._bytes_of(path) if twin is None else twin.weights.bytes_to_wake
-        self._wakes_twin = twin is not None  # whose other names must not wake it, too, in between
+        self._queue.at_once = twin is not None  # whose other names must not wake it, too, in between
         try:
             built = self._make(build, start, models, asks=asks)
         finally:
-            self._wakes_twin = False
+            self._queue.at_once = False
         built.engine.report_neighbours(self.peers)
         return built
 

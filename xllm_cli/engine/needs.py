@@ -6,21 +6,18 @@ Reads the books after a step; changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.engine.slumber import Slumber
 
 
 class Needs:
-    """Bytes unless named otherwise; times are in seconds of the clock."""
+    """Bytes unless named otherwise; times are in seconds of the engine's clock."""
 
-    def __init__(self, cache: CacheManager, scheduler: Scheduler, slumber: Slumber, clock: Callable[[], float]) -> None:
+    def __init__(self, cache: CacheManager, scheduler: Scheduler, slumber: Slumber) -> None:
         self._cache = cache
         self._scheduler = scheduler
         self._slumber = slumber
-        self._clock = clock
 
     @property
     def of_pool(self) -> int:
@@ -33,12 +30,11 @@ class Needs:
             return 0
         return max(self._cache.page_bytes, short - room.bytes)
 
-    @property
-    def of_device(self) -> int:
+    def of_device(self, now: float) -> int:
         """What the last plan, or a wake-up, lacked of the device's free memory; 0 if nothing that others hold."""
         short = self._scheduler.short_bytes
         if not short:
-            return self._slumber.missing_bytes(self._clock())
+            return self._slumber.missing_bytes(now)
         if not self._lacks_free_memory:
             return 0
         return max(self._cache.page_bytes, short - self._cache.headroom().bytes)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from xllm_cli.errors import RequestError
 
@@ -117,3 +118,37 @@ class Sliced(Generic[Made]):
             self.advance(END_SECONDS)
             self._thread.join(END_SECONDS)
         self.is_done = True
+
+
+class SliceQueue:
+    """Work that is done in slices, one after the other. Refers to none of those whose work it is: what they hold ends
+    with them."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        """`beat` is the sign of life of whoever waits for work of any kind."""
+        self._beat = beat
+        self._begun: deque[Sliced[Any]] = deque()
+        self.at_once = False  # what is done now may not be left in the middle
+
+    def __bool__(self) -> bool:
+        return bool(self._begun)
+
+    def add(self, slices: Sliced[Any]) -> None:
+        """Do this, too."""
+        self._begun.append(slices)
+
+    def advance(self, seconds: float) -> None:
+        """Let what began first go on for about so long."""
+        if self._begun and self._begun[0].advance(seconds, self._beat):
+            self._begun.popleft()
+
+    def pause(self) -> None:
+        """Long work is under way: the first of these, or somebody else's."""
+        if not self._begun or not self._begun[0].pause(at_once=self.at_once):
+            self._beat()
+
+    def call_off(self) -> None:
+        """End all of it, with nothing left behind."""
+        while self._begun:
+            self._begun[0].call_off()
+            self._begun.popleft()
