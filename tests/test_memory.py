@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,18 +36,20 @@ def spike() -> None:
 
 
 def leave_holes(nbytes: int) -> Iterator[None]:
-    """The C library's heap with so many bytes that nobody uses, each hole between two small things that stay."""
-    library, size = ctypes.CDLL(None), 100 << 10  # below what has pages of its own
+    """The C library's heap with so many bytes that nobody uses, each hole between two small things that stay: what is
+    left of a block that was larger, for a small block of its own could lie anywhere."""
+    library, size, rest = ctypes.CDLL(None), 100 << 10, 3000  # below what has pages of its own
     library.malloc.restype, library.malloc.argtypes, library.free.argtypes = (
         ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p],
     )  # fmt: skip
-    pairs = [(library.malloc(size), library.malloc(3000)) for _ in range(nbytes // size)]
-    for large, _ in pairs:
-        ctypes.memset(large, 1, size)
-        library.free(large)
+    library.realloc.restype, library.realloc.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
+    blocks = [library.malloc(size) for _ in range(nbytes // size)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    blocks = [library.realloc(block, rest) for block in blocks]
     yield
-    for _, small in pairs:
-        library.free(small)
+    for block in blocks:
+        library.free(block)
 
 
 class Rank(NamedTuple):
@@ -60,6 +63,8 @@ class Rank(NamedTuple):
 
 @pytest.fixture
 def rank() -> Iterator[Rank]:
+    gc.collect()  # what earlier tests left must not go while bytes are counted
+    gc.disable()
     spike()  # what loading needed
     driver = open_kind("host-4k", pages=PAGES)
     page_bytes = driver.info().page_bytes
@@ -68,6 +73,7 @@ def rank() -> Iterator[Rank]:
     store = VirtualKvStore([arena], pool, page_bytes, fence=lambda: None)
     made = Rank(driver, arena, store, HostMemoryObserver(driver, store))
     yield made
+    gc.enable()
     made.observer.close()
     assert store.close()
 
