@@ -1,3 +1,5 @@
+// BlockList and the three structures it is made of: Levels, Pages, Widths. Longer than other files, for a block that
+// changes hands changes all of them.
 #include "blocks.h"
 
 #include <algorithm>

@@ -277,14 +277,6 @@ class Host:
         """See Engine."""
         return any(engine.has_work for engine in self._engines)
 
-    def drain(self, deadline: float) -> list[Output]:
-        """See Engine."""
-        outputs: list[Output] = []
-        while self.has_work and self._clock() < deadline:
-            outputs += self.step().outputs
-            self.rest()
-        return outputs
-
     def rest(self) -> None:
         """See Engine."""
         if self.has_work:

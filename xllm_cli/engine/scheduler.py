@@ -7,6 +7,8 @@ Who gives way when memory is short (SPEC.md §7): a running decode preempts the 
 prefill waits while anything else runs; a waiting sequence never preempts. Newcomers are first come, first served:
 nobody overtakes the head of the queue, so a big request is not starved by small ones. Where requests have priorities,
 these count before arrival in all of this, and the unimportant wait for as long as others come.
+
+Longer than other files: a plan, and all that can become of it, is read in one place.
 """
 
 from __future__ import annotations

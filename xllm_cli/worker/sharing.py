@@ -24,7 +24,7 @@ class WeightsShare:
     """The weights as one name has them: the same verbs, states and errors as Weights, for this name alone."""
 
     def __init__(self, weights: Weights) -> None:
-        """The pages come if they are not there. WeightsError if they cannot."""
+        """One name more. Nothing moves: if the pages are away, it sleeps lightly until it is woken."""
         self._weights = weights
         self._wanted: State = "awake" if weights.state == "awake" else "light"
         weights.users.append(self)
