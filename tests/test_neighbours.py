@@ -217,12 +217,23 @@ def test_for_the_sake_of_a_cache_only_what_is_older_is_asked_for_oldest_first(
     poor, old, older, young = join("poor"), join("old"), join("older"), join("young")
     show(old, cached=3 * MIB, oldest_at=50.0, running=1)
     show(older, cached=5 * MIB, oldest_at=40.0)
-    show(young, cached=9 * MIB, oldest_at=60.0)
-    assert poor.ask(20 * MIB, older_than=60.0) == 8 * MIB
+    show(young, cached=9 * MIB, oldest_at=85.0)
+    clock.now = 100.0
+    assert poor.ask(20 * MIB, older_than=90.0) == 8 * MIB
     asked = [sum(question.bytes for question in one.receive()[0]) for one in (old, older, young)]
-    assert asked == [3 * MIB, 5 * MIB, 0]
-    clock.now += peers.ASK_SECONDS
-    assert poor.ask(MIB, older_than=40.0 + peers.OLDER_SECONDS) == 0, "hardly older: not worth it"
+    assert asked == [3 * MIB, 5 * MIB, 0], "85 is hardly older: not worth it"
+
+
+def test_how_much_older_it_must_be_grows_with_the_age_of_what_would_go_here(join, clock: Clock) -> None:
+    poor, rich = join("poor"), join("rich")
+    show(rich, cached=MIB, oldest_at=clock.now)
+    for age in (0.0, 0.05, 1.0, 30.0):
+        show(rich, cached=MIB, oldest_at=clock.now - peers.OLDER_TIMES * age - peers.OLDER_SECONDS + 0.001)
+        assert poor.ask(MIB, older_than=clock.now - age) == 0
+        clock.now += 10 * peers.ASK_SECONDS
+        show(rich, cached=MIB, oldest_at=clock.now - peers.OLDER_TIMES * age - peers.OLDER_SECONDS - 0.001)
+        assert poor.ask(MIB, older_than=clock.now - age) == MIB
+        clock.now += 10 * peers.ASK_SECONDS
 
 
 def test_weights_that_are_set_aside_are_not_asked_for_the_sake_of_a_cache(join: Callable[[str], Neighbours]) -> None:

@@ -30,7 +30,8 @@ DATAGRAM_BYTES = 512
 DATAGRAMS_AT_ONCE = 64
 PUBLISH_SECONDS = 0.05  # while rows run; an engine that falls idle is shown at once
 ASK_SECONDS = 0.05  # an unanswered question is asked again after this
-OLDER_SECONDS = 1.0  # what a neighbour remembers is older by so much, or not worth moving pages for
+OLDER_TIMES = 2.0  # what a neighbour remembers has rested so many times as long as what would go here, and
+OLDER_SECONDS = 0.05  # so much longer: two that are equally busy must not take pages from each other in turn
 ANSWER_PATIENCE = 0.02  # how long a step is held up for the answer of one who rests, and answers at once
 SULK_SECONDS = 1.0  # nobody is waited for so soon after one who did not answer
 ANSWER_SECONDS = 0.01  # what one neighbour asks more often than this is not read
@@ -147,8 +148,8 @@ class Neighbours:
         """Ask for `nbytes` of those who have idle memory, who has rested longest first. Returns the bytes asked for; 0
         while the last question is young.
 
-        With `older_than`, a time of the clock, only those are asked who would forget something older first, and only
-        for what lies in pages that serve nobody: prefixes here are to stay, which is worth less than a request.
+        With `older_than`, a time of the clock, only those are asked who would forget something far older than that, and
+        only for what lies in pages that serve nobody: prefixes here are to stay, which is worth less than a request.
         """
         now = self._clock()
         if nbytes <= 0 or now < self._ask_at or (older_than is not None and now < self._ahead_at):
@@ -173,7 +174,9 @@ class Neighbours:
         if older_than is None:
             peers = sorted(self.others(), key=lambda status: (status.running > 0, status.active_at))
             return [(peer, peer.idle) for peer in peers]
-        peers = [peer for peer in self.others() if peer.idle and peer.oldest_at < older_than - OLDER_SECONDS]
+        now = self._clock()
+        before = now - OLDER_TIMES * (now - older_than) - OLDER_SECONDS
+        peers = [peer for peer in self.others() if peer.idle and peer.oldest_at < before]
         peers.sort(key=lambda status: status.oldest_at)
         return [(peer, min(peer.idle, peer.kv_cached + peer.kv_spare + peer.free_handles)) for peer in peers]
 
@@ -208,7 +211,7 @@ class Neighbours:
                 self._awaited.discard(sender)
                 self._outstanding -= message.bytes
                 if self._outstanding <= 0:  # else the rest may still be leaving there
-                    self._ask_at = 0.0
+                    self._ask_at = self._ahead_at = 0.0
                 self.counters.answer_microseconds = round((self._clock() - self._asked_at) * 1e6)
             elif message is not None and self._may_ask(sender):
                 questions.append(Question(message.bytes, sender))
