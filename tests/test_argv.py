@@ -76,6 +76,7 @@ MISTAKES = [
     (["--port=9000\r"], ["'--port=9000\\r'", "Windows"]),
     (["--port", "9000\r"], ["'9000\\r'", "Windows"]),
     (["\r"], ["Windows"]),
+    (["--", "folder\r"], ["'folder\\r'", "Windows"]),
     (["\u2013enable_vmm_kvcache"], ["looks like a dash but is U+2013"]),
     (["-\u2014port=1"], ["U+2014"]),
     (["\uff0d\uff0dport=1"], ["U+FF0D"]),

@@ -67,7 +67,7 @@ class _Reader:
             token = self.tokens[self.at]
             self.at += 1
             if token == "--":
-                self.positionals += [rest for rest in self.tokens[self.at :] if rest.strip()]
+                self._read_words(self.tokens[self.at :])
                 break
             if reason := _unreadable(token):
                 self.errors.append(reason)
@@ -76,6 +76,14 @@ class _Reader:
             elif token.strip(" \t\n"):
                 self.positionals.append(token)
         self._read_positionals()
+
+    def _read_words(self, tokens: Sequence[str]) -> None:
+        """What comes after the end of flags: a word may begin with any dash there."""
+        for token in tokens:
+            if "\r" in token:
+                self.errors.append(_unreadable(token))
+            elif token.strip():
+                self.positionals.append(token)
 
     def _read_flag(self, token: str) -> None:
         bare = token[1:] if token[1] != "-" else token[2:]
