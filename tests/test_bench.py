@@ -55,7 +55,7 @@ def test_the_command_measures_a_running_server(
     assert [line.split()[:2] for line in lines[1:]] == [["1", "server"], ["2", "server"]]
     runs = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert [(run["concurrency"], run["tokens"], run["generated"]) for run in runs] == [(1, 16, 16)] * 2 + [
-        (2, 16, 16)
+        (2, 24, 24)
     ] * 2
 
 
@@ -83,13 +83,50 @@ def test_sigterm_unwinds_what_was_started() -> None:
 
 def test_the_table_gives_medians_and_ratios() -> None:
     def runs(*speeds: int) -> list[Run]:
-        counts = {"pages_mapped": 7, "pages_unmapped": 5}
+        counts = {"pages_mapped": 7, "pages_unmapped": 5, "map_seconds": 0.04}
         return [Run(LoadResult(1.0, speed, 0.1, 0.02), counts, 3 * 2**20, 2**20) for speed in speeds]
 
     lines = list(table({("physical", 8): runs(100, 120, 90), ("elastic", 8): runs(95, 50, 99)}, baseline="physical"))
-    assert lines[1].split() == ["8", "physical", "100.0", "90.0-120.0", "1.000", "100.0", "20.00", "+7", "-5", "3", "1"]
-    assert lines[2].split() == ["8", "elastic", "95.0", "50.0-99.0", "0.950", "100.0", "20.00", "+7", "-5", "3", "1"]
+    assert lines[1].split() == [
+        "8",
+        "physical",
+        "100.0",
+        "90.0-120.0",
+        "1.000",
+        "100.0",
+        "20.00",
+        "+7",
+        "-5",
+        "40",
+        "3",
+        "1",
+    ]
+    assert lines[2].split() == [
+        "8",
+        "elastic",
+        "95.0",
+        "50.0-99.0",
+        "0.950",
+        "100.0",
+        "20.00",
+        "+7",
+        "-5",
+        "40",
+        "3",
+        "1",
+    ]
     assert {len(line) for line in lines} == {len(lines[0])}
+
+
+def test_another_server_is_first_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    result = LoadResult(1.0, 1, 0.1, 0.1)
+    monkeypatch.setattr(serve, "run_load", lambda address, workload, *, seed: order.append(address.host) or result)
+    monkeypatch.setattr(serve, "counters", lambda address: {})
+    monkeypatch.setattr(serve, "memory", lambda address: {"physical": 0})
+    monkeypatch.setattr(serve, "REST_SECONDS", 0.0)
+    serve.measure({name: Address(name, 1) for name in "abc"}, [Workload(1, 1, 1, 2)], repeats=3)
+    assert order[:3] == list("abc") and sorted(order[3::3]) == list("abc")
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "1,-2", "many"])

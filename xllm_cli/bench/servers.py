@@ -35,6 +35,7 @@ COUNTERS = {
     "preemptions": "vllm:num_preemptions_total",
     "pages_mapped": "xllm:vmm_pages_mapped_total",
     "pages_unmapped": "xllm:vmm_pages_unmapped_total",
+    "map_seconds": "xllm:vmm_map_seconds_sum",
 }
 
 
@@ -115,14 +116,14 @@ def is_ready(address: Address) -> bool:
     return True
 
 
-def counters(address: Address) -> dict[str, int]:
+def counters(address: Address) -> dict[str, float]:
     """The COUNTERS of GET /metrics, summed over their labels."""
-    totals = dict.fromkeys(COUNTERS, 0)
+    totals = dict.fromkeys(COUNTERS, 0.0)
     for line in _get(address, "/metrics").decode().splitlines():
         series, _, value = line.rpartition(" ")
         for short, name in COUNTERS.items():
             if series.partition("{")[0] == name:
-                totals[short] += int(float(value))
+                totals[short] += float(value)
     return totals
 
 
