@@ -205,6 +205,7 @@ class Host:
             latest=self._stepped_last.name,
             weights=sum(each.mapped_bytes for each in weights.values()),
             parked=sum(each.parked_bytes for each in weights.values()),
+            apart=sum(other.cache.kv_bytes - other.kv_in_pool for other in self._others(self._stepped_last)),
         )
 
     @property

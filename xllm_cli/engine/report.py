@@ -29,9 +29,10 @@ class MemoryFacts:
     has_virtual_kv: bool = True
 
 
-def together(snapshots: dict[str, Snapshot], *, latest: str, weights: int, parked: int) -> Snapshot:
+def together(snapshots: dict[str, Snapshot], *, latest: str, weights: int, parked: int, apart: int) -> Snapshot:
     """The snapshots of a pool's models, by name, as one. `latest` saw the device last; `weights` and `parked` are the
-    pool's bytes of all weights, those that are shared counted once."""
+    pool's bytes of all weights, those that are shared counted once; `apart` are the bytes of the others' KV that lies
+    in no page of the pool."""
     reports = [snapshot.memory for snapshot in snapshots.values()]
     first, seen = reports[0], snapshots[latest].memory
     bands = {band: sum(getattr(report, band) for report in reports) for band in _SUMMED}
@@ -45,6 +46,8 @@ def together(snapshots: dict[str, Snapshot], *, latest: str, weights: int, parke
         first,
         **bands,
         **{kind: getattr(seen, kind) for kind in _SEEN},
+        physical=seen.physical + apart,
+        ranks=[{**rank, "physical": seen.physical + apart} for rank in seen.ranks],
         mapped=kv + weights,
         weights=weights,
         parked=parked,
@@ -70,7 +73,7 @@ _SUMMED = (
     "kv_live", "kv_cached", "kv_idle", "kv_spare", "state", "pages_mapped_total", "pages_unmapped_total",
     "map_failures_total", "evicted_blocks_total", "preemptions_total",
 )  # fmt: skip
-_SEEN = ("total", "free", "physical", "free_handles", "anon", "ranks")
+_SEEN = ("total", "free", "free_handles", "anon")
 
 
 class Reporter:
