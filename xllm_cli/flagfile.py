@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from xllm_cli.errors import ConfigError
 
@@ -15,29 +16,37 @@ _NAMES = ("--flagfile", "-flagfile")
 _COMMENTS = ("#", "//")
 
 
-def expand(tokens: Sequence[str]) -> list[str]:
+class Token(NamedTuple):
+    """An argument and the flagfile whose line it is, "" where it was typed."""
+
+    text: str
+    file: str
+
+
+def expand(tokens: Sequence[str]) -> list[Token]:
     """The tokens with the content of every flagfile in its place. ConfigError when one cannot be read."""
-    return list(_expanded(tokens, ()))
+    return list(_expanded(tokens, "", ()))
 
 
-def _expanded(tokens: Sequence[str], outer: tuple[Path, ...]) -> Iterator[str]:
+def _expanded(tokens: Sequence[str], file: str, outer: tuple[Path, ...]) -> Iterator[Token]:
     rest = iter(tokens)
     for token in rest:
         name, equals, value = token.partition("=")
         if token == "--":
-            yield token
-            yield from rest
+            yield Token(token, file)
+            yield from (Token(word, file) for word in rest)
         elif name in _NAMES:
             for path in (value if equals else next(rest, "")).split(","):
-                yield from _content(path, outer)
+                yield from _content(path, file, outer)
         else:
-            yield token
+            yield Token(token, file)
 
 
-def _content(name: str, outer: tuple[Path, ...]) -> Iterator[str]:
+def _content(name: str, file: str, outer: tuple[Path, ...]) -> Iterator[Token]:
     path = Path(name)
     if not name:
-        raise ConfigError("--flagfile needs a value: a file of flags, one on each line")
+        where = f" in {file}" if file else ""
+        raise ConfigError(f"--flagfile{where} needs a value: a file of flags, one on each line")
     if path.resolve() in outer:
         raise ConfigError(f"--flagfile={name} names itself")
     try:
@@ -50,4 +59,4 @@ def _content(name: str, outer: tuple[Path, ...]) -> Iterator[str]:
     for token in tokens:
         if not token.startswith("-"):
             raise ConfigError(f"--flagfile={name}: the line {token!r} is no flag, write --name=value")
-    yield from _expanded(tokens, (*outer, path.resolve()))
+    yield from _expanded(tokens, name, (*outer, path.resolve()))

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from xllm_cli.declare import closest, did_you_mean
@@ -67,18 +68,21 @@ class Settings:
         self.errors += upper.errors
 
 
-def gather(command_line: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
-    """All sources merged. `command_line` maps flag names to texts; a conflict between it and the file is warned of."""
+def gather(
+    command_line: Mapping[str, str], environment: Mapping[str, str], places: Mapping[str, str] = MappingProxyType({})
+) -> Settings:
+    """All sources merged. `command_line` maps flag names to texts; a conflict between it and the file is warned of.
+    `places` tells which of its flags a flagfile holds, and which file."""
     settings = from_environment(environment)
     top = Settings()
     for name, text in command_line.items():
-        top.read_text(name, text, "command line")
+        top.read_text(name, text, places.get(name, "command line"))
     file = top.given.get("config_json_file") or settings.given.get("config_json_file")
     if file is not None and file.value:
         layer = from_file(Path(file.value))
         layer.warnings += [
             f"{FLAGS[name].spell(setting.value)} ({setting.source}) gives way to "
-            f"{FLAGS[name].spell(top.given[name].value)} (command line)"
+            f"{FLAGS[name].spell(top.given[name].value)} ({top.given[name].source})"
             for name, setting in layer.given.items()
             if name in top.given and top.given[name].value != setting.value
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import click
 from click.shell_completion import CompletionItem
@@ -14,12 +14,13 @@ from xllm_cli.argv import canonical
 from xllm_cli.config import dump, print_form, rank_commands, report, resolve
 from xllm_cli.declare import Flag
 from xllm_cli.errors import ConfigError
-from xllm_cli.flagfile import expand
+from xllm_cli.flagfile import Token, expand
 from xllm_cli.flags import FLAGS, ServiceConfig
 from xllm_cli.sources import gather
 
 logger = logging.getLogger(__name__)
 _WARNINGS = "xllm.warnings"  # where click's context keeps those about the spelling
+_FILES = "xllm.flagfiles"  # and the flagfile that gave a flag its value
 
 
 def _option(flag: Flag) -> click.Option:
@@ -43,10 +44,13 @@ class ServeCommand(click.Command):
         """Canonical spelling first; what is wrong with the spelling is reported all at once."""
         if ctx.resilient_parsing:  # a shell asks for completions
             return super().parse_args(ctx, canonical(args).argv)
-        spelled = canonical(expand(args))
+        tokens = expand(args)
+        spelled = canonical([token.text for token in tokens])
+        files = _files(tokens)
         if spelled.errors and not any(arg.startswith("--help=") for arg in spelled.argv):
-            raise ConfigError(report(spelled.errors))
+            raise ConfigError(report([f"{files[each]}: {each}" if each in files else each for each in spelled.errors]))
         ctx.meta[_WARNINGS] = spelled.warnings
+        ctx.meta[_FILES] = {arg[2:].partition("=")[0]: files[arg] for arg in spelled.argv if arg in files}
         return super().parse_args(ctx, spelled.argv)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -59,14 +63,29 @@ class ServeCommand(click.Command):
         return [CompletionItem(name, help=flag.help) for name, flag in names.items() if name.startswith(incomplete)]
 
 
+def _files(tokens: Sequence[Token]) -> dict[str, str]:
+    """By what a line of a flagfile says in canonical spelling, or what is wrong with it: "flagfile" and the file's
+    name. A line is a whole flag, so it can be read without the others."""
+    named: dict[str, str] = {}
+    for token in tokens:
+        spelled = canonical([token.text])
+        for said in (*spelled.argv, *spelled.errors):
+            if token.file:
+                named[said] = f"flagfile {token.file}"
+            else:
+                named.pop(said, None)
+    return named
+
+
 def _serve(**texts: str | None) -> int:
     """Serve a model over HTTP with OpenAI's API."""
     given = {name: text for name, text in texts.items() if text is not None}
     if "help" in given:
         click.echo(manual.help_page(given["help"]))
         return 0
-    settings = gather(given, os.environ)
-    warnings = [*click.get_current_context().meta.get(_WARNINGS, ()), *settings.warnings]
+    meta = click.get_current_context().meta
+    settings = gather(given, os.environ, meta.get(_FILES, {}))
+    warnings = [*meta.get(_WARNINGS, ()), *settings.warnings]
     try:
         resolved = resolve(settings, needs_model=True)
     except ConfigError:
