@@ -59,13 +59,23 @@ class Accelerator:
         self._spike = next(self._spikes, self._spike)
         kept, self.kept = self.kept, 0
         self.allocator.allocate(kept)
-        with self.allocator.spike(self._spike):
+        with spike(self.allocator, self._spike):
             yield
 
     def serve(self, patch: pytest.MonkeyPatch, **flags: Any) -> LLM:
         """An engine on this accelerator."""
         patch.setattr(start, "open_device", lambda name, config: _SimulatedDevice(config, self))
         return LLM(tiny_checkpoint("llama"), driver=self.driver, **{**FLAGS, **flags})
+
+
+@contextmanager
+def spike(allocator: SimulatedAllocator, nbytes: int) -> Iterator[None]:
+    """What a step needs while it runs."""
+    allocator.allocate(nbytes)
+    try:
+        yield
+    finally:
+        allocator.free(nbytes)
 
 
 class _SimulatedDevice(CpuDevice):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import simulated
 from checkpoints import tiny_checkpoint
 from driver_kinds import open_kind, poke
 
@@ -180,7 +181,7 @@ class Bench(NamedTuple):
         """One step that needs these bytes one after the other."""
         self.observer.begin_step()
         for nbytes in spikes:
-            with self.allocator.spike(nbytes):
+            with simulated.spike(self.allocator, nbytes):
                 pass
         return self.observer.observe()
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from simulated import spike
 
 from xllm_cli.cache.budget import Limits
 from xllm_cli.cache.manager import CacheManager
@@ -71,7 +72,7 @@ class Device:
 
     @contextmanager
     def step_memory(self) -> Iterator[None]:
-        with self.allocator.spike(self.spike):
+        with spike(self.allocator, self.spike):
             yield
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -8,9 +8,6 @@ Owns arithmetic only: no tensor lives here. Tests and experiments script executi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from xllm_cli._vmm import SimulatedDriver
@@ -50,15 +47,6 @@ class SimulatedAllocator:
         """Out of use; cached from now on."""
         assert nbytes <= self._allocated
         self._allocated -= nbytes
-
-    @contextmanager
-    def spike(self, nbytes: int) -> Iterator[None]:
-        """What a step needs while it runs."""
-        self.allocate(nbytes)
-        try:
-            yield
-        finally:
-            self.free(nbytes)
 
     def allocated(self) -> int:
         """See AllocatorStatistics."""
