@@ -67,7 +67,6 @@ NB_MODULE(_blocks, module) {
       .def_prop_ro("num_spares", &Pages::num_spares)
       .def("live", &Pages::live, "page"_a)
       .def("is_present", &Pages::is_present, "page"_a)
-      .def("is_spare", &Pages::is_spare, "page"_a)
       .def("set_usable", &Pages::set_usable, "page"_a, "usable"_a)
       .def("add_spare", &Pages::add_spare, "page"_a, "since"_a)
       .def("remove_spare", &Pages::remove_spare, "page"_a)
