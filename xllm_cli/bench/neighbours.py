@@ -9,7 +9,7 @@ Three ways to share it, in the same processes and on the same trace, one after t
 A peak is a set of conversations that fits the whole budget but no part of it; at any moment one server has its peak, so
 that what is in use never exceeds the budget. The first turn of each conversation is computed and not counted; a further
 turn adds a few tokens to a prompt that is still cached or, a miss, is computed anew. Compared is the time to the first
-token of further turns. What happens to one question for 64 MiB is in reaction.py.
+token of further turns. What happens to one question for 64 MiB is measured by `xllm bench vmm reaction`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ import click
 
 from xllm_cli.bench.load import TOKEN_IDS, Address, LoadError, Timing, complete
 from xllm_cli.bench.memory_group import MemoryGroup, memory_group
-from xllm_cli.bench.reaction import measure_reaction
-from xllm_cli.bench.rows import line
 from xllm_cli.bench.servers import Server, memory, order, unwinding_on_sigterm
 from xllm_cli.errors import XllmError
 from xllm_cli.fetch import fetch
@@ -95,8 +93,6 @@ def command(
             addresses = [server.address for server in _start(flags, count, group, stack)]
             for text in Trial(group, addresses, peak).compare():
                 click.echo(text)
-        for row in measure_reaction():
-            click.echo(line(row))
 
 
 def _start(flags: list[str], count: int, group: MemoryGroup, stack: contextlib.ExitStack) -> Iterator[Server]:

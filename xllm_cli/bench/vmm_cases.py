@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from xllm_cli.bench.churn import measure_churn
+from xllm_cli.bench.reaction import measure_peers, measure_reaction
 from xllm_cli.bench.rows import Row
 from xllm_cli.bench.vmm_rig import BLOCK_SIZE, BarePages, Rig, p50, rig
 from xllm_cli.cache.blocks import BlockTable
@@ -18,7 +19,6 @@ from xllm_cli.engine.scheduler import Scheduler, StepLimits
 
 WIDTH = 360 << 10
 """Bytes of 16 tokens of a model of 135 million parameters in bfloat16."""
-
 
 Case = Callable[[bool], Iterator[Row]]
 
@@ -203,6 +203,16 @@ def churn(quick: bool) -> Iterator[Row]:
         yield Row("churn", found.name, found.value, found.unit, found.floor, found.floor_is, found.bar)
 
 
+def peers(quick: bool) -> Iterator[Row]:
+    """What `xllm vmm` and an engine in need pay to see all engines of a device, and when one that has died is gone."""
+    yield from measure_peers(times=50 if quick else 500)
+
+
+def reaction(quick: bool) -> Iterator[Row]:
+    """A server at rest is asked for 64 MiB, by a neighbour and by a limit."""
+    yield from measure_reaction(repeats=1 if quick else 7)
+
+
 CASES: dict[str, Case] = {
     "blocks": blocks,
     "cold": cold,
@@ -213,6 +223,8 @@ CASES: dict[str, Case] = {
     "exhaustion": exhaustion,
     "snapshot": snapshot,
     "churn": churn,
+    "peers": peers,
+    "reaction": reaction,
 }
 
 
