@@ -140,6 +140,17 @@ class Fork(msgspec.Struct, frozen=True, tag="fork", kw_only=True):
     level: Literal[0, 1, 2] = 0
 
 
+class Remove(msgspec.Struct, frozen=True, tag="remove", kw_only=True):
+    """Take `model` out, with all that it holds; its name is free then. The first model stays.
+
+    `mode` is what becomes of open requests, as in Sleep. Answered by Done, `after` being absent.
+    """
+
+    command_id: str
+    model: str
+    mode: Literal["refuse", "wait", "abort"] = "refuse"
+
+
 class UpdateWeights(msgspec.Struct, frozen=True, tag="update_weights", kw_only=True):
     """Exchange a model's weights between two steps for those of `model_path`, "" being where it came from; nothing
     computed with the old ones is used again. Answered by Done."""
@@ -165,7 +176,7 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
     model: str = ""
 
 
-Command = SetLimit | Trim | Sleep | Wake | Fork | UpdateWeights | Pause | Resume
+Command = SetLimit | Trim | Sleep | Wake | Fork | Remove | UpdateWeights | Pause | Resume
 ToEngine = Request | Abort | Shutdown | Command
 
 # --- answers: engine → server --------------------------------------------------------------------------------------
@@ -357,7 +368,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     """A command took effect, or could not (`error`). `freed` bytes went back to the device, `taken` came from it;
     `before` and `after` are the model's states, `snapshot` is the whole state after it. `ready` describes a fork's
-    model, also one that was there already."""
+    model, also one that was there already; `message` is what is worth telling besides."""
 
     command_id: str
     seconds: float
@@ -368,6 +379,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     after: str = ""
     error: ErrorInfo | None = None
     ready: Ready | None = None
+    message: str = ""
 
 
 FromEngine = StepEvents | Loading | Ready | Heartbeat | Fatal | Done

@@ -16,6 +16,7 @@ from xllm_cli.core import (
     Fork,
     Pause,
     Ready,
+    Remove,
     Resume,
     SetLimit,
     Sleep,
@@ -31,6 +32,7 @@ from xllm_cli.errors import RequestError
 if TYPE_CHECKING:  # it brings torch
     from xllm_cli.engine.engine import Engine
     from xllm_cli.engine.host import Host
+    from xllm_cli.engine.leaving import Departure
     from xllm_cli.engine.slices import Sliced
 
 ABSENT = "absent"  # the state of a model that is to be forked
@@ -47,17 +49,20 @@ class _Open:
     waits: Callable[[], bool] = lambda: False
     error: RequestError | None = None
     ready: Ready | None = None
+    message: str = ""
 
-    def join(self, slices: Sliced[Ready] | Sliced[None]) -> None:
-        """It ends with these."""
+    def join(self, work: Sliced[Ready] | Sliced[None] | Departure) -> None:
+        """It ends with this."""
 
         def waits() -> bool:
-            if not slices.is_done:
+            if not work.is_done:
                 return True
             try:
-                self.ready = slices.result()
+                made = work.result()
             except RequestError as error:
                 self.error = error
+            else:
+                self.ready, self.message = (None, made) if isinstance(made, str) else (made, "")
             return False
 
         self.waits = waits
@@ -105,13 +110,14 @@ class Commands:
                 host.wake(command.model)
             case Fork(model_path=path, level=level):
                 opened.join(host.begin_fork(command.model, path, level))
+            case Remove(model=name, mode=mode):
+                opened.join(host.begin_remove(name, mode))
             case UpdateWeights(model_path=path):
                 opened.join(host.begin_update(command.model, path))
             case Pause():
                 self._pause(opened, command)
             case Resume():
-                for engine in host.engines(command.model):
-                    engine.resume()
+                self._resume(command)
 
     def _set_limit(self, command: SetLimit) -> None:
         if command.model:
@@ -125,13 +131,17 @@ class Commands:
             engine.pause(command.mode)
         opened.waits = lambda: any(engine.is_running and engine.is_paused for engine in engines)
 
+    def _resume(self, command: Resume) -> None:
+        for engine in self._host.engines(command.model):
+            engine.resume()
+
     def answers(self, snapshot: Snapshot) -> list[Done]:
         """What became of the commands taken since the last call; of one that waits for requests, once they ended."""
         due: list[_Open] = []
         waiting: list[_Open] = []
         for opened in self._open:
             (waiting if opened.error is None and opened.waits() else due).append(opened)
-        if any(isinstance(opened.command, Sleep | Fork | UpdateWeights) for opened in due):
+        if any(isinstance(opened.command, Sleep | Fork | Remove | UpdateWeights) for opened in due):
             self._host.look()
             snapshot = self._host.snapshot()  # that was just now
         self._open = waiting
@@ -157,4 +167,5 @@ class Commands:
             after=self._state(opened.command),
             error=None if error is None else error_info(error),
             ready=opened.ready,
+            message=opened.message,
         )

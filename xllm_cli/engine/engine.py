@@ -23,7 +23,7 @@ from xllm_cli.engine.notices import Notices
 from xllm_cli.engine.report import Reporter
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.engine.sequence import Sequence, refusal
-from xllm_cli.engine.slumber import NO_HABITS, Bed, Habits, Mode, Slumber
+from xllm_cli.engine.slumber import LIGHT, NO_HABITS, Bed, Habits, Mode, Slumber
 from xllm_cli.errors import RequestError
 from xllm_cli.neighbours.peers import PeerCounters
 from xllm_cli.worker.group import Group
@@ -109,6 +109,15 @@ class Engine:
             self.abort(request_id)
         return [refusal(request_id, error) for request_id in ids]
 
+    def end_requests(self, error: RequestError) -> None:
+        """abort_all(), by a command: the next step tells whoever still listens."""
+        self._late += self.abort_all(error)
+
+    def take_late(self) -> list[Output]:
+        """What the next step would have told of ended requests, if none comes."""
+        late, self._late = self._late, []
+        return late
+
     def step(self) -> StepEvents:
         """plan → execute → commit. A plan whose pages could not be had is made again without growth; one that ran out
         of execution memory is broken off, and the next is smaller.
@@ -118,8 +127,7 @@ class Engine:
         self._rest_if_tired()
         self._wake_if_asked()
         self._scheduler.closed_by = self._closed_by()
-        ended, self._late = self._late, []
-        ended += self._follow_grammars()
+        ended = self.take_late() + self._follow_grammars()
         for _ in range(2):
             plan = self._scheduler.plan(self._clock())
             result = self._execute(plan)
@@ -227,7 +235,7 @@ class Engine:
         first. RequestError if it cannot be; the model is what it was then."""
         self._slumber.check_sleep(bed, num_requests=len(self._sequences), mode=mode)
         if mode == "abort":
-            self._late += self.abort_all(RequestError("the model was put to sleep", status=503, code="model_sleeping"))
+            self.end_requests(RequestError("the model was put to sleep", status=503, code="model_sleeping"))
         self._slumber.falling = bed
         if not self._sequences:
             self.fall_asleep()
@@ -238,7 +246,7 @@ class Engine:
         if self._slumber.seconds_until_tired(now, is_busy=self.has_work) != 0.0:
             return
         try:
-            self.sleep(Bed(1))
+            self.sleep(LIGHT)
         except RequestError as error:
             log.warning("idle, and cannot sleep: %s", error.message)
             self._slumber.stay_up(now)
@@ -264,11 +272,11 @@ class Engine:
         except RequestError as error:
             self._slumber.put_off(error, now)
 
-    def doze(self) -> None:
-        """Sleep, with a copy, although requests may wait, so that another model can have the memory. Nothing may run.
-        RequestError 503 if the device keeps a page."""
+    def doze(self, bed: Bed = LIGHT) -> None:
+        """Sleep, though requests may wait, so that others can have the memory. Nothing may run. RequestError 503 if the
+        device keeps a page."""
         assert not self._scheduler.running
-        self._slumber.fall_asleep(Bed(1), self.leave_pages)
+        self._slumber.fall_asleep(bed, self.leave_pages)
         self.look()
 
     def leave_pages(self) -> None:
@@ -283,8 +291,9 @@ class Engine:
         if mode == "keep":
             self._scheduler.preempt_all()
         elif mode == "abort":
-            error = RequestError("the request was ended by a pause", status=503, code="paused", retry_after=1)
-            self._late += self.abort_all(error)
+            self.end_requests(
+                RequestError("the request was ended by a pause", status=503, code="paused", retry_after=1)
+            )
 
     def resume(self) -> None:
         """End a pause. What waits goes on with the next step."""
@@ -354,6 +363,11 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """The state as of now."""
         return self._reporter.snapshot(self._scheduler, self._slumber.state, is_paused=self.is_paused)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are running or waiting."""
+        return len(self._sequences)
 
     @property
     def has_work(self) -> bool:

@@ -11,17 +11,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from xllm_cli.core import Output, Ready, Request, Snapshot, StepEvents
 from xllm_cli.engine.engine import Engine
 from xllm_cli.engine.hosted import HostedModel
 from xllm_cli.engine.joining import Joining
+from xllm_cli.engine.leaving import Departure, Leaving, removed
 from xllm_cli.engine.parts import Start
 from xllm_cli.engine.report import together
 from xllm_cli.engine.room import Room
 from xllm_cli.engine.sequence import refusal
 from xllm_cli.engine.slices import Sliced
-from xllm_cli.engine.slumber import Bed
+from xllm_cli.engine.slumber import Bed, Mode
 from xllm_cli.engine.start import Built
 from xllm_cli.engine.turns import Turns
 from xllm_cli.errors import RequestError
@@ -41,6 +43,7 @@ class Host:
         self._clock = clock
         self._room = Room(auto_sleep=flags.auto_sleep, auto_wake=flags.auto_wake, clock=clock)
         self._joining = Joining(start, built.cache.limits, self._room)
+        self._leaving = Leaving(start.pool)
         first = HostedModel(built.ready.model_id, start.config.model.model, built, clock())
         self._models = {first.name: first}
         self._turns: Turns[HostedModel] = Turns()
@@ -70,10 +73,17 @@ class Host:
             raise RequestError(text, status=404, code="model_not_found", param="model")
         return self._models[model]
 
+    def _staying(self, model: str) -> HostedModel:
+        """As _find(); RequestError 404 for one that is about to leave, too."""
+        found = self._find(model)
+        if found.is_leaving:
+            raise removed(found.name)
+        return found
+
     def submit(self, request: Request) -> Output | None:
         """See Engine."""
         try:
-            found = self._find(request.model)
+            found = self._staying(request.model)
         except RequestError as error:
             return refusal(request.request_id, error)
         self._touched.add(found)
@@ -86,7 +96,7 @@ class Host:
 
     def wake(self, model: str) -> None:
         """Bring a model's weights back; what they lack is taken from the others. RequestError as Engine.wake()."""
-        found = self._find(model)
+        found = self._staying(model)
         self._look_everywhere(only=[found])
         try:
             found.engine.wake()
@@ -99,11 +109,12 @@ class Host:
 
     def begin_fork(self, name: str, path: str, level: int = 0) -> Sliced[Ready]:
         """fork(), in slices before each of the next rounds; what begins later waits for it."""
-        return self._joining.begin(lambda: self.fork(name, path, level))
+        return self._joining.begin(lambda: self.fork(name, path, level), name)
 
     def begin_update(self, name: str, path: str = "") -> Sliced[None]:
         """update(), likewise."""
-        return self._joining.begin(lambda: self.update(name, path))
+        model = self._staying(name)
+        return self._joining.begin(lambda: self.update(model.name, path), model.name)
 
     def fork(self, name: str, path: str, level: int = 0) -> Ready:
         """Serve the checkpoint at `path` as `name`, too. What is there already is left as it is.
@@ -113,12 +124,15 @@ class Host:
         """
         present = self._models.get(name)
         if present is not None:
+            if present.is_leaving:
+                text = f"{name} is being removed: wait until it is gone"
+                raise RequestError(text, status=409, code="model_changing", param="model_id")
             if not present.is_named_by(path):
                 text = f"{name!r} is the name of the model from {present.path}: give another model_id"
                 raise RequestError(text, status=409, code="model_exists", param="model_id")
             return present.ready
         self._look_everywhere()
-        built = self._joining.fork(name, path, list(self._models.values()))
+        built = self._joining.fork(name, path, self._models.values())
         made = self._models[name] = HostedModel(name, path, built, self._clock())
         self._touched.update(self._models.values())
         made.engine.set_limit(self._find("").cache.limits.limit)
@@ -140,10 +154,51 @@ class Host:
         RequestError 409 if it sleeps, 400 if the checkpoint does not fit the model, 503 with the numbers if there is
         no memory for both; the old weights stay then.
         """
-        model = self._find(name)
+        model = self._staying(name)
         self._look_everywhere()
-        self._joining.update(model, path or model.path, list(self._models.values()))
+        self._joining.update(model, path or model.path, self._models.values())
         self._touched.update(self._models.values())
+
+    def begin_remove(self, name: str, mode: Mode = "refuse") -> Departure:
+        """remove(), once the open requests have ended, if they may: with the end of the round in which the last does.
+
+        RequestError 409 if they may not, for the first model, and for one that is being forked or updated; 404 if there
+        is none such.
+        """
+        self._joining.check_settled(name)
+        model = self._find(name)
+        if model is self._find(""):
+            text = (
+                f"{model.name} is the model that the server started with: it stays. To have its memory, put it to "
+                f"sleep: POST /sleep with level 2, or xllm sleep {model.name} --level=2"
+            )
+            raise RequestError(text, status=409, code="first_model", param="model")
+        departure = self._leaving.begin(model, mode)
+        self._touched.add(model)
+        return departure
+
+    def remove(self, name: str, mode: Literal["refuse", "abort"] = "refuse") -> None:
+        """Take a model out, with all that it holds; its name is free then. Requests that it ends are told with the next
+        round.
+
+        RequestError as begin_remove(), and 503 if the device keeps a page: the model stays then.
+        """
+        departure = self.begin_remove(name, mode)
+        self._let_leave()
+        departure.result()
+
+    def _let_leave(self) -> None:
+        for gone in self._leaving.go_on():
+            del self._models[gone.name]
+            self._turns.forget(gone)
+            self._touched.discard(gone)
+            if self._stepped_last is gone:
+                self._stepped_last = self._find("")
+            for model in self._models.values():
+                model.engine.gives_way = False  # it may have been for the one that is gone
+            self._look_everywhere()
+            self._touched.update(self._models.values())
+            log.info("%s is gone", gone.name)
 
     # --- all of them
 
@@ -154,7 +209,7 @@ class Host:
             self._look_everywhere()
         if len(self._models) == 1:
             self._touched.clear()
-            return self._stepped_last.engine.step()
+            return self._leaving.told(self._stepped_last.engine.step())
         outputs: list[Output] = []
         seconds: float | None = None
         stepped = self._due()
@@ -174,7 +229,8 @@ class Host:
         helped = self._room.settle(stepped, list(self._models.values()))
         self._look_everywhere(only=helped)
         self._touched.update(helped)
-        return StepEvents(outputs, self.snapshot(), seconds)
+        self._let_leave()
+        return StepEvents(outputs + self._leaving.take_late(), self.snapshot(), seconds)
 
     def _due(self) -> list[HostedModel]:
         """Those without rows that wait for something or have something due, and one of those with rows."""
@@ -197,16 +253,17 @@ class Host:
     def snapshot(self) -> Snapshot:
         """See Engine: of all models together, and of each."""
         if len(self._models) == 1:
-            return self._stepped_last.engine.snapshot()
+            return self._leaving.counted(self._stepped_last.engine.snapshot())
         hosted = self._models.values()
         weights = {model.weights_id: model.loaded.weights for model in hosted if model.loaded is not None}
-        return together(
+        found = together(
             {name: model.engine.snapshot() for name, model in self._models.items()},
             latest=self._stepped_last.name,
             weights=sum(each.mapped_bytes for each in weights.values()),
             parked=sum(each.parked_bytes for each in weights.values()),
             apart=sum(other.cache.kv_bytes - other.kv_in_pool for other in self._others(self._stepped_last)),
         )
+        return self._leaving.counted(found)
 
     @property
     def _engines(self) -> list[Engine]:
@@ -223,7 +280,7 @@ class Host:
 
     def seconds_until_due(self) -> float | None:
         """See Engine."""
-        if self._joining.is_busy or (self._touched and len(self._models) > 1):
+        if self._joining.is_busy or self._leaving.has_late or (self._touched and len(self._models) > 1):
             return 0.0
         due = [engine.seconds_until_due() for engine in self._engines]
         return min((seconds for seconds in due if seconds is not None), default=None)

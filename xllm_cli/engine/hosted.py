@@ -30,6 +30,7 @@ class HostedModel:
         self.last_used = now
         self.awake_since = now
         self._was_awake = True
+        self.is_leaving = False  # nobody may ask it anything more
         self.stamp_files()
 
     def stamp_files(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,8 @@ RETRY_SECONDS = 1
 
 
 class Joining:
-    """Forks and updates over what the first model started from."""
+    """Forks and updates over what the first model started from. `models` are all, the first one first, whoever comes
+    and goes while something is done in slices."""
 
     def __init__(self, start: Start, limits: Limits, room: Room) -> None:
         self._queue = SliceQueue(start.beat)
@@ -51,10 +52,10 @@ class Joining:
 
     # --- in slices
 
-    def begin(self, work: Callable[[], Made]) -> Sliced[Made]:
-        """`work` forks or updates; it is done in slices, after what began before, so that the others go on, where
-        threads are all the same to the device."""
-        slices = Sliced(work)
+    def begin(self, work: Callable[[], Made], name: str) -> Sliced[Made]:
+        """`work` forks or updates the model of this name; it is done in slices, after what began before, so that the
+        others go on, where threads are all the same to the device."""
+        slices = Sliced(work, name)
         if self._start.device.is_host:
             self._queue.add(slices)
         else:
@@ -66,6 +67,12 @@ class Joining:
         """Something that began has not ended."""
         return bool(self._queue)
 
+    def check_settled(self, name: str) -> None:
+        """RequestError 409 while something that began and has not ended is about the model of this name."""
+        if name in self._queue.names:
+            text = f"{name} is being forked or updated: wait until that has ended"
+            raise RequestError(text, status=409, code="model_changing", param="model")
+
     def advance(self, seconds: float) -> None:
         """Let what began first go on for about so long."""
         self._queue.advance(seconds)
@@ -76,7 +83,7 @@ class Joining:
 
     # --- at once
 
-    def fork(self, name: str, path: str, models: Sequence[HostedModel]) -> Built:
+    def fork(self, name: str, path: str, models: Collection[HostedModel]) -> Built:
         """The model at `path` under another name; its weights are those of a model from the same files, if there is
         one. RequestError if it cannot be, with nothing left behind."""
         self._need_pages()
@@ -91,7 +98,7 @@ class Joining:
         built.engine.report_neighbours(self.peers)
         return built
 
-    def update(self, model: HostedModel, path: str, models: Sequence[HostedModel]) -> None:
+    def update(self, model: HostedModel, path: str, models: Collection[HostedModel]) -> None:
         """The weights at `path` for a model; RequestError if they cannot be had, with the old ones in their place."""
         pool = self._need_pages()
         if model.engine.model_state != "awake" or model.loaded is None:
@@ -132,7 +139,7 @@ class Joining:
         self,
         make: Callable[[Start], Made],
         start: Start,
-        models: Sequence[HostedModel],
+        models: Collection[HostedModel],
         *,
         asks: int,
         but: HostedModel | None = None,
@@ -151,7 +158,7 @@ class Joining:
         self,
         make: Callable[[Start], Made],
         start: Start,
-        models: Sequence[HostedModel],
+        models: Collection[HostedModel],
         *,
         asks: int,
         but: HostedModel | None,
@@ -205,15 +212,15 @@ class Joining:
             raise weights_required()
         return self._start.pool
 
-    def _missing(self, nbytes: int, models: Sequence[HostedModel]) -> int:
+    def _missing(self, nbytes: int, models: Collection[HostedModel]) -> int:
         """What of `nbytes` neither caps nor free memory leave room for now."""
-        room, cache = _room_for_weights(models), models[0].cache
+        room, cache = _room_for_weights(models), next(iter(models)).cache
         seen = cache.observations[0]
         free = seen.free_handles + (seen.free - cache.keep_free() if cache.limits.elastic else 0)
         return max(0, nbytes - min(free, room))
 
 
-def _room_for_weights(models: Sequence[HostedModel]) -> int:
+def _room_for_weights(models: Collection[HostedModel]) -> int:
     """What the caps on all models leave, as of now."""
     first, *others = models
     first.look(others)

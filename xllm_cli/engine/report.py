@@ -37,8 +37,7 @@ def together(snapshots: dict[str, Snapshot], *, latest: str, weights: int, parke
     first, seen = reports[0], snapshots[latest].memory
     bands = {band: sum(getattr(report, band) for report in reports) for band in _SUMMED}
     kv = sum(report.mapped - report.weights for report in reports)
-    names = Counters.__struct_fields__
-    totals = {name: sum(getattr(each.counters, name) for each in snapshots.values()) for name in names}
+    totals = add_counters(*(snapshot.counters for snapshot in snapshots.values()))
     ill = next((snapshot for snapshot in snapshots.values() if not snapshot.healthy), None)
     stuck = max(snapshots.values(), key=lambda snapshot: snapshot.waiting_bytes)
     waits = next((snapshot for snapshot in snapshots.values() if snapshot.waiting_for), stuck)
@@ -57,7 +56,7 @@ def together(snapshots: dict[str, Snapshot], *, latest: str, weights: int, parke
     )
     return Snapshot(
         memory=memory,
-        counters=Counters(**totals),
+        counters=totals,
         num_running=sum(each.num_running for each in snapshots.values()),
         num_waiting=sum(each.num_waiting for each in snapshots.values()),
         waiting_for=(stuck if stuck.waiting_bytes else waits).waiting_for,
@@ -66,6 +65,28 @@ def together(snapshots: dict[str, Snapshot], *, latest: str, weights: int, parke
         reason="" if ill is None else ill.reason,
         models={name: activity for each in snapshots.values() for name, activity in each.models.items()},
     )
+
+
+def add_counters(*counters: Counters) -> Counters:
+    """The totals of all."""
+    return Counters(**{name: sum(getattr(each, name) for each in counters) for name in Counters.__struct_fields__})
+
+
+def with_former(snapshot: Snapshot, former: Counters) -> Snapshot:
+    """A snapshot that counts, too, what models that are gone had counted."""
+    counters = add_counters(snapshot.counters, former)
+    return replace(snapshot, counters=counters, memory=replace(snapshot.memory, **_totals(counters)))
+
+
+def _totals(counters: Counters) -> dict[str, int]:
+    """As a VmmReport has them."""
+    return {
+        "pages_mapped_total": counters.pages_mapped,
+        "pages_unmapped_total": counters.pages_unmapped,
+        "map_failures_total": counters.map_failures,
+        "evicted_blocks_total": counters.evicted_blocks,
+        "preemptions_total": counters.preemptions,
+    }
 
 
 _USES_WEIGHTS = ("awake", "falling asleep")
@@ -192,10 +213,6 @@ class Reporter:
             },
             neighbours=asdict(self.peers),
             tensors=[{"name": t.name, "bytes_per_block": t.bytes_per_block} for t in cache.spec.tensors],
-            pages_mapped_total=counters.pages_mapped,
-            pages_unmapped_total=counters.pages_unmapped,
-            map_failures_total=counters.map_failures,
-            evicted_blocks_total=counters.evicted_blocks,
-            preemptions_total=counters.preemptions,
+            **_totals(counters),
             **bands,
         )

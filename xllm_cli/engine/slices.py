@@ -36,9 +36,10 @@ class CalledOff(BaseException):
 
 
 class Sliced(Generic[Made]):
-    """`work` calls pause() often; it begins with the first advance()."""
+    """`work` calls pause() often; it begins with the first advance(). `name` is what it is about."""
 
-    def __init__(self, work: Callable[[], Made]) -> None:
+    def __init__(self, work: Callable[[], Made], name: str = "") -> None:
+        self.name = name
         self._work = work
         self._made: list[Made] = []
         self._error: BaseException | None = None
@@ -132,6 +133,11 @@ class SliceQueue:
 
     def __bool__(self) -> bool:
         return bool(self._begun)
+
+    @property
+    def names(self) -> list[str]:
+        """What each of those is about that have begun and not ended."""
+        return [slices.name for slices in self._begun if not slices.is_done]
 
     def add(self, slices: Sliced[Any]) -> None:
         """Do this, too."""

@@ -35,6 +35,9 @@ class Bed:
         return "parked" if self.park else {1: "light", 2: "deep"}[self.level]
 
 
+LIGHT, DEEP = Bed(1), Bed(2)
+
+
 @dataclass(frozen=True, slots=True)
 class Habits:
     """What a model does by itself: wake for a request, and sleep after so long without one (0: never)."""
@@ -122,10 +125,7 @@ class Slumber:
         if self.falling is not None or weights.state in (bed.state, "deep") or (bed.park and weights.state != "awake"):
             raise RequestError(f"the model is already {_asleep(self.state)}", status=409, code="already_asleep")
         if num_requests and mode == "refuse":
-            text = (
-                f"{num_requests} requests are running or waiting: wait for them with mode=wait, or end them with abort"
-            )
-            raise RequestError(text, status=409, code="model_busy")
+            raise model_busy(num_requests)
 
     def fall_asleep(self, bed: Bed, leave_pages: Callable[[], None]) -> None:
         """Nothing runs or waits any more: let the KV go, by `leave_pages`, then the weights. RequestError 503 if the
@@ -212,6 +212,12 @@ class Slumber:
         mapped = weights.mapped_bytes
         asleep = weights.nbytes - min(mapped, weights.nbytes)
         self._cache.set_weights(mapped=mapped, on_device=weights.nbytes, asleep=asleep)
+
+
+def model_busy(num_requests: int) -> RequestError:
+    """Why a model that is asked things is left as it is."""
+    text = f"{num_requests} requests are running or waiting: wait for them with mode=wait, or end them with abort"
+    return RequestError(text, status=409, code="model_busy")
 
 
 def weights_required() -> RequestError:

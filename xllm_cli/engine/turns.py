@@ -33,3 +33,8 @@ class Turns(Generic[Who]):
     def ran(self, who: Who, seconds: float) -> None:
         """Its step took so long."""
         self._clocks[who] = self._clocks.get(who, self._present) + seconds
+
+    def forget(self, who: Who) -> None:
+        """It never runs again."""
+        self._clocks.pop(who, None)
+        self._ready -= {who}
