@@ -1,0 +1,50 @@
+"""Faults of servers whose models sleep, seen as their users see them: from outside, in bytes that the machine counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from real_server import Serving
+
+from xllm_cli.bench import wide_model
+from xllm_cli.bench.memory_watch import held_bytes, memfd_bytes
+
+MIB = 1 << 20
+FLAGS = ("--enable_vmm_weights=true", "--enable_vmm_kvcache=true", "--vmm_elastic=true", "--dtype=float32")
+NOISE = 16 * MIB  # threads, caches of the C library
+ASKED = {"prompt": [1, 2, 3] * 40, "max_tokens": 5, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def heavy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server whose weights are most of what it holds."""
+    folder = tmp_path_factory.mktemp("heavy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wide_model, "NETWORK", 1 << 16)
+        model = wide_model.make_wide_model(folder / "model")
+    serving = Serving(folder, model, *FLAGS, f"--vmm_neighbours_dir={folder}")
+    yield serving
+    assert serving.stop() == 0 and "Traceback" not in serving.log.read_text(), serving.log.read_text()
+
+
+def held(server: Serving) -> int:
+    """What the server's processes hold, once what was only kept for a moment has left."""
+    server.http.post("/vmm/trim", json={})
+    server.wait_until(lambda memory: memory["kv_spare"] == memory["free_handles"] == 0)
+    return held_bytes(server.process.pid)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeper_has_no_second_copy_and_a_cycle_leaves_nothing(heavy: Serving, level: int) -> None:
+    expected = heavy.complete(**ASKED)["choices"][0]["text"]
+    weights, awake = heavy.vmm()["weights"], held(heavy)
+    assert weights > 4 * NOISE
+    for _ in range(2):
+        answer = heavy.http.post("/sleep", json={"master_status": level}).json()
+        assert memfd_bytes(heavy.process.pid) == 0 and answer["freed"] >= weights
+        assert held(heavy) <= awake - weights + NOISE, "its bytes are somewhere else"
+        heavy.http.post("/wakeup", json={})
+        assert heavy.complete(**ASKED)["choices"][0]["text"] == expected
+        assert held(heavy) <= awake + NOISE
