@@ -1,9 +1,8 @@
-"""Faults of servers whose models sleep, seen as their users see them: from outside, in bytes that the machine counts."""
+"""Faults of servers whose models sleep, as their users see them: from outside, in bytes that the machine counts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from real_server import Serving
