@@ -47,8 +47,8 @@ from xllm_cli.core import (
 from xllm_cli.engine.commands import Commands
 
 ENDED_BY = {"model_sleeping", "paused", "model_not_found"}  # why a request may end without an answer
-REFUSED = {"model_busy", "already_asleep", "already_awake", "falling_asleep", "model_sleeping", "model_exists",
-           "model_invalid"}  # fmt: skip
+REFUSED = {"model_busy", "already_asleep", "already_awake", "falling_asleep", "model_waking", "model_sleeping",
+           "model_exists", "model_invalid"}  # fmt: skip
 FLOOR = 64 * MIB  # that growth leaves free on any host
 SHORT = {"model_memory_unavailable", "weights_memory_unavailable"}
 FAILED = {"sleep_failed", "wake_failed"}

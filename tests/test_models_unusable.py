@@ -256,12 +256,16 @@ def test_an_end_in_the_middle_of_a_reading_leaves_nothing(tmp_path: Path, change
     assert (usage["handles"], usage["ranges"], usage["mapped"]) == (0, 0, 0), usage
 
 
-def test_a_twin_of_a_deep_sleeper_takes_its_weights_at_once(models: Models) -> None:
-    models.llm.host.engine("other").sleep(Bed(2))
-    begun = models.llm.host.begin_fork("twin", str(QWEN))
-    # in between another name could wake them and sleep again, and pages would go from under the reader
-    assert begun.advance(0.0)
-    assert begun.result().model_id == "twin"
+def test_while_a_twin_of_a_deep_sleeper_takes_its_weights_the_sleeper_waits(models: Models) -> None:
+    host = models.llm.host
+    host.engine("other").sleep(Bed(2))
+    begun = host.begin_fork("twin", str(QWEN))
+    assert not begun.advance(0.0) and not begun.advance(0.0)
+    woken = host.begin_wake("other")
+    assert code_of(lambda: host.engine("other").sleep(Bed(2))) == (409, "model_waking")
+    until_done(models.llm, begun)
+    until_done(models.llm, woken)
+    assert begun.result().model_id == "twin" and woken.result() is None
     models.of["twin"] = QWEN
 
 

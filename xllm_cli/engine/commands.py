@@ -107,7 +107,7 @@ class Commands:
                 engine.sleep(Bed(level, park), mode)
                 opened.waits = lambda: self._falls_asleep(opened, engine)
             case Wake():
-                host.wake(command.model)
+                opened.join(host.begin_wake(command.model))
             case Fork(model_path=path, level=level):
                 opened.join(host.begin_fork(command.model, path, level))
             case Remove(model=name, mode=mode):

@@ -125,7 +125,8 @@ class Engine:
         With nothing to run it still looks at memory, and gives back what is due: neighbours come and go.
         """
         self._rest_if_tired()
-        self._wake_if_asked()
+        if self.wants_to_wake:
+            self.stir()
         self._scheduler.closed_by = self._closed_by()
         ended = self.take_late() + self._follow_grammars()
         for _ in range(2):
@@ -259,18 +260,43 @@ class Engine:
 
     def wake(self) -> None:
         """Bring the weights back. RequestError if it cannot be; the model sleeps on then."""
-        self._slumber.wake(self._clock())
+        self.check_wake()
+        self.bring_back()
+
+    def check_wake(self) -> None:
+        """RequestError 409 if it is awake, about to sleep or being woken."""
+        self._slumber.check_wake()
+
+    def bring_back(self) -> None:
+        """wake(), of a model that is asleep, though `is_waking`."""
+        self._slumber.wake(self._clock)
         self.look()
 
-    def _wake_if_asked(self) -> None:
-        """Somebody waits for a model that wakes by itself: try, now and then until there is memory."""
-        now = self._clock()
-        if not self.has_work or self.is_paused or not self._slumber.may_stir(now):
-            return
+    @property
+    def can_run(self) -> bool:
+        """A request is open, and the weights are there."""
+        return self.has_work and not self._slumber.is_asleep
+
+    @property
+    def is_waking(self) -> bool:
+        """Somebody wakes it, between steps: it is asleep until that has ended."""
+        return self._slumber.is_waking
+
+    @is_waking.setter
+    def is_waking(self, is_waking: bool) -> None:
+        self._slumber.is_waking = is_waking
+
+    @property
+    def wants_to_wake(self) -> bool:
+        """Somebody waits for a model that wakes by itself: now and then until there is memory."""
+        return self.has_work and not self.is_paused and self._slumber.may_stir(self._clock())
+
+    def stir(self) -> None:
+        """Try to wake for those who wait."""
         try:
-            self.wake()
+            self.bring_back()
         except RequestError as error:
-            self._slumber.put_off(error, now)
+            self._slumber.put_off(error, self._clock())
 
     def doze(self, bed: Bed = LIGHT) -> None:
         """Sleep, though requests may wait, so that others can have the memory. Nothing may run. RequestError 503 if the
@@ -418,7 +444,7 @@ class Engine:
         One a step: the next may need less. If it does not fit either, it has waited as long and need not start anew.
         """
         scheduler = self._scheduler
-        if scheduler.running or not scheduler.waiting or self.is_paused or self.gives_way:
+        if scheduler.running or not scheduler.waiting or self.is_paused or self.gives_way or self.is_waking:
             self._starved_since = None
             return []
         now, head = self._clock(), scheduler.waiting[0]

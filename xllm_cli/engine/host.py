@@ -26,6 +26,7 @@ from xllm_cli.engine.slices import Sliced
 from xllm_cli.engine.slumber import Bed, Mode
 from xllm_cli.engine.start import Built
 from xllm_cli.engine.turns import Turns
+from xllm_cli.engine.waking import Waking
 from xllm_cli.errors import RequestError
 from xllm_cli.neighbours.peers import PeerCounters
 
@@ -43,6 +44,7 @@ class Host:
         self._clock = clock
         self._room = Room(auto_sleep=flags.auto_sleep, auto_wake=flags.auto_wake, clock=clock)
         self._joining = Joining(start, built.cache.limits, self._room)
+        self._waking = Waking(self._joining, self._room)
         self._leaving = Leaving(start.pool)
         first = HostedModel(built.ready.model_id, start.config.model.model, built, clock())
         self._models = {first.name: first}
@@ -96,16 +98,11 @@ class Host:
 
     def wake(self, model: str) -> None:
         """Bring a model's weights back; what they lack is taken from the others. RequestError as Engine.wake()."""
-        found = self._staying(model)
-        self._look_everywhere(only=[found])
-        try:
-            found.engine.wake()
-        except RequestError:
-            missing = found.engine.needs.of_weights
-            if not missing or not self._room.make(found, missing, self._models.values()):
-                raise
-            self._look_everywhere(only=[found])
-            found.engine.wake()
+        self._waking.wake(self._staying(model), self._models.values())
+
+    def begin_wake(self, model: str) -> Sliced[None]:
+        """wake(), in slices before each of the next rounds if others are there. RequestError 409 at once."""
+        return self._waking.begin(self._staying(model), self._models.values())
 
     def begin_fork(self, name: str, path: str, level: int = 0) -> Sliced[Ready]:
         """fork(), in slices before each of the next rounds; what begins later waits for it."""
@@ -203,11 +200,12 @@ class Host:
     # --- all of them
 
     def step(self) -> StepEvents:
-        """One round, after a slice of what joins."""
+        """One round, after a slice of what joins or wakes."""
         if self._joining.is_busy:
-            self._joining.advance(BUSY_SLICE if self.has_work else IDLE_SLICE)
+            is_anybody_up = any(engine.can_run for engine in self._engines)
+            self._joining.advance(BUSY_SLICE if is_anybody_up else IDLE_SLICE)
             self._look_everywhere()
-        if len(self._models) == 1:
+        if len(self._models) == 1 and not self._joining.is_busy:
             self._touched.clear()
             return self._leaving.told(self._stepped_last.engine.step())
         outputs: list[Output] = []
@@ -217,6 +215,7 @@ class Host:
             if model is not self._stepped_last:
                 model.look(self._others(model), self._joining.asks)
                 self._stepped_last = model
+            self._waking.stir(model, self._models.values())
             began = self._clock()
             events = model.engine.step()
             now = self._clock()

@@ -79,7 +79,7 @@ class HostedModel:
         for other in others:
             kv += other.kv_in_pool
             if other.loaded is not None and (self.loaded is None or other.weights_id != self.weights_id):
-                weights[other.weights_id] = other.loaded.weights.mapped_bytes
+                weights[other.weights_id] = other.loaded.weights.claimed_bytes
         self.cache.set_elsewhere(kv=kv if self.cache.page_bytes > 1 else 0, weights=sum(weights.values()) + joining)
         self.engine.look()
 

@@ -19,7 +19,7 @@ from xllm_cli.cache.budget import Limits
 from xllm_cli.engine.hosted import HostedModel
 from xllm_cli.engine.parts import Start, load_weights
 from xllm_cli.engine.room import Room
-from xllm_cli.engine.slices import Sliced, SliceQueue, forget_frames
+from xllm_cli.engine.slices import Sliced, forget_frames
 from xllm_cli.engine.slumber import weights_required
 from xllm_cli.engine.start import Built, build, explained
 from xllm_cli.errors import DeviceError, MemoryShortage, ModelError, RequestError
@@ -28,6 +28,7 @@ from xllm_cli.models.registry import load_config
 from xllm_cli.neighbours.peers import PeerCounters
 from xllm_cli.vmm.pool import PagePool
 from xllm_cli.worker.exhaustion import bytes_refused
+from xllm_cli.worker.sharing import Loaded
 from xllm_cli.worker.weights import WeightsError
 
 log = logging.getLogger("xllm.engine")
@@ -41,10 +42,8 @@ class Joining:
     and goes while something is done in slices."""
 
     def __init__(self, start: Start, limits: Limits, room: Room) -> None:
-        self._queue = SliceQueue(start.beat)
-        self._start = replace(
-            start, beat=self._queue.pause, progress=lambda phase: log.info("another model: %s", phase)
-        )
+        self._slices = start.slices
+        self._start = replace(start, progress=lambda phase: log.info("another model: %s", phase))
         self._limits = limits
         self._room = room
         self.peers = PeerCounters()
@@ -52,12 +51,12 @@ class Joining:
 
     # --- in slices
 
-    def begin(self, work: Callable[[], Made], name: str) -> Sliced[Made]:
-        """`work` forks or updates the model of this name; it is done in slices, after what began before, so that the
-        others go on, where threads are all the same to the device."""
+    def begin(self, work: Callable[[], Made], name: str, lane: str = "joining") -> Sliced[Made]:
+        """`work` forks, updates or wakes the model of this name; it is done in slices, after what began in its lane
+        before, so that the others go on, where threads are all the same to the device."""
         slices = Sliced(work, name)
         if self._start.device.is_host:
-            self._queue.add(slices)
+            self._slices.add(slices, lane)
         else:
             slices.finish()
         return slices
@@ -65,21 +64,25 @@ class Joining:
     @property
     def is_busy(self) -> bool:
         """Something that began has not ended."""
-        return bool(self._queue)
+        return bool(self._slices)
 
     def check_settled(self, name: str) -> None:
         """RequestError 409 while something that began and has not ended is about the model of this name."""
-        if name in self._queue.names:
-            text = f"{name} is being forked or updated: wait until that has ended"
+        if name in self._slices.names:
+            text = f"{name} is being forked, updated or woken: wait until that has ended"
             raise RequestError(text, status=409, code="model_changing", param="model")
 
     def advance(self, seconds: float) -> None:
-        """Let what began first go on for about so long."""
-        self._queue.advance(seconds)
+        """Let some of what began go on for about so long."""
+        self._slices.advance(seconds)
+
+    def wait(self) -> None:
+        """What began must go on before the caller can."""
+        self._slices.wait()
 
     def call_off(self) -> None:
         """End what began, with nothing left behind."""
-        self._queue.call_off()
+        self._slices.call_off()
 
     # --- at once
 
@@ -87,14 +90,11 @@ class Joining:
         """The model at `path` under another name; its weights are those of a model from the same files, if there is
         one. RequestError if it cannot be, with nothing left behind."""
         self._need_pages()
-        twin = next((model.loaded for model in models if model.comes_from(path)), None)
+        while (twin := _twin(path, models)) is not None and twin.weights.are_coming:
+            self._slices.wait()
         start = self._start.beside(self._limits, path, name, twin, ExitStack())
-        asks = self._bytes_of(path) if twin is None else twin.weights.bytes_to_wake
-        self._queue.at_once = twin is not None  # whose other names must not wake it, too, in between
-        try:
-            built = self._make(build, start, models, asks=asks)
-        finally:
-            self._queue.at_once = False
+        wants = self._bytes_of(path) if twin is None else twin.weights.bytes_to_wake
+        built = self._make(build, start, models, wants=wants)
         built.engine.report_neighbours(self.peers)
         return built
 
@@ -106,8 +106,8 @@ class Joining:
             raise RequestError(text, status=409, code="model_sleeping")
         start = self._start.beside(self._limits, path, model.name, None, ExitStack())
         self._check_form(model, path)
-        asks = model.loaded.weights.nbytes
-        loaded = self._make(lambda start: load_weights(start, pool), start, models, asks=asks, but=model)
+        wants = model.loaded.weights.nbytes
+        loaded = self._make(lambda start: load_weights(start, pool), start, models, wants=wants, but=model)
         if model.engine.model_state != "awake":
             weights = loaded.weights
             del loaded
@@ -141,16 +141,16 @@ class Joining:
         start: Start,
         models: Collection[HostedModel],
         *,
-        asks: int,
+        wants: int,
         but: HostedModel | None = None,
     ) -> Made:
-        """`make` it once there is room for `asks` bytes; once more if it needed more than that. Room may be made by all
-        `but` one."""
-        if missing := self._missing(asks, models):
+        """`make` it once there is room for the bytes it `wants`; once more if it needed more than that. Room may be
+        made by all `but` one."""
+        if missing := self._missing(wants, models):
             self._room.make(but, missing, models)
-        self.asks = asks
+        self.asks = wants if start.twin is None else 0  # the twin's are in the books
         try:
-            return self._make_in(make, start, models, asks=asks, but=but)
+            return self._make_in(make, start, models, wants=wants, but=but)
         finally:
             self.asks = 0
 
@@ -160,11 +160,11 @@ class Joining:
         start: Start,
         models: Collection[HostedModel],
         *,
-        asks: int,
+        wants: int,
         but: HostedModel | None,
     ) -> Made:
         made = self._attempt(make, replace(start, room=_room_for_weights(models)))
-        if isinstance(made, MemoryShortage | WeightsError) and self._room.make(but, max(asks, 1), models):
+        if isinstance(made, MemoryShortage | WeightsError) and self._room.make(but, max(wants, 1), models):
             made = self._attempt(make, replace(start, room=_room_for_weights(models)))
         if isinstance(made, Exception):
             raise _refusal(made, start.config.model.model)
@@ -218,6 +218,11 @@ class Joining:
         seen = cache.observations[0]
         free = seen.free_handles + (seen.free - cache.keep_free() if cache.limits.elastic else 0)
         return max(0, nbytes - min(free, room))
+
+
+def _twin(path: str, models: Collection[HostedModel]) -> Loaded | None:
+    """Weights from the same files, if there are some."""
+    return next((model.loaded for model in models if model.comes_from(path)), None)
 
 
 def _room_for_weights(models: Collection[HostedModel]) -> int:

@@ -23,6 +23,8 @@ class Needs:
     def of_pool(self) -> int:
         """What the last plan, or a wake-up for a request, lacked and another model of the pool may have; 0 if nothing.
         A limit of this model alone is nobody else's business, and after a failed map nothing grows for a moment."""
+        if self._slumber.is_waking:
+            return 0  # it takes what is there now
         if self._slumber.is_asleep:
             return self._slumber.missing if self._slumber.put_off_by is not None and self._has_requests else 0
         short, room = self._scheduler.short_bytes, self._cache.headroom()

@@ -19,6 +19,7 @@ from xllm_cli.cache.manager import CacheManager
 from xllm_cli.cache.options import CacheOptions
 from xllm_cli.core import CacheSpec
 from xllm_cli.engine.sizes import CacheSize, cache_limits
+from xllm_cli.engine.slices import SliceQueue
 from xllm_cli.errors import MemoryShortage
 from xllm_cli.flags import Config
 from xllm_cli.loading import open_checkpoint
@@ -47,10 +48,10 @@ Progress = Callable[[str], None]
 class Start:
     """What every phase of a start uses. What it opens is entered in `opened`, and closed again should a later fail.
 
-    `beat` is called often while weights are read: it takes long, and somebody wants to know that the engine lives.
-    `pool` holds the pages of KV and weights, None where neither lives in pages. A model that joins others in it has
-    their `limits` and `stamps`, `room` for so many bytes of weights at most, and a `twin` if one of them comes from the
-    same checkpoint: it shares its weights.
+    What takes long, as reading weights does, pauses in `slices` often: the loop may go on, and somebody wants to know
+    that the engine lives. `pool` holds the pages of KV and weights, None where neither lives in pages. A model that
+    joins others in it has their `limits` and `stamps`, `room` for so many bytes of weights at most, and a `twin` if one
+    of them comes from the same checkpoint: it shares its weights.
     """
 
     config: Config
@@ -59,7 +60,7 @@ class Start:
     pool: PagePool | None
     progress: Progress
     opened: ExitStack
-    beat: Callable[[], None]
+    slices: SliceQueue
     stamps: Iterator[int] = field(default_factory=lambda: count(1))
     limits: Limits | None = None
     twin: Loaded | None = None
@@ -105,7 +106,7 @@ def load_weights(start: Start, pool: PagePool) -> Loaded:
     if start.twin is not None:
         model, weights = start.twin.model, WeightsShare(start.twin.weights.weights)
         start.opened.callback(weights.close)
-        if short := weights.wake(keep_free=_keep_free(start)):
+        if short := weights.wake(keep_free=lambda: _keep_free(start)):
             raise MemoryShortage(f"no memory for {weights.nbytes} bytes of weights: {short}")
         return Loaded(model, weights)
     device = start.device
@@ -118,6 +119,7 @@ def load_weights(start: Start, pool: PagePool) -> Loaded:
         device=device.dlpack,
         fence=device.fence,
         keep_free=_keep_free(start),
+        pause=start.slices.pause,
     )
     start.opened.callback(arena.close)
     model = _read_model(start, arena)
@@ -140,21 +142,21 @@ def _keep_free(start: Start) -> int:
 
 
 def _read_model(start: Start, memory: WeightMemory | None) -> Model:
-    flags, memory = start.config.model, None if memory is None else _Beating(memory, start.beat)
+    flags, memory = start.config.model, None if memory is None else _Pausing(memory, start.slices.pause)
     with closing(open_checkpoint(flags.model)) as checkpoint:
         return build_model(load_config(flags.model), start.device.open_ops(memory), checkpoint, flags.dtype)
 
 
-class _Beating:
-    """Memory for weights that beats with every tensor."""
+class _Pausing:
+    """Memory for weights that pauses with every tensor."""
 
-    def __init__(self, memory: WeightMemory, beat: Callable[[], None]) -> None:
+    def __init__(self, memory: WeightMemory, pause: Callable[[], None]) -> None:
         self._memory = memory
-        self._beat = beat
+        self._pause = pause
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See models.ops.base.WeightMemory."""
-        self._beat()
+        self._pause()
         return self._memory.take(shape, dtype)
 
 

@@ -4,7 +4,8 @@
     work              └ tensor, tensor ─┘                            └ tensor, done
 
 The work has a thread of its own for its stack alone: one of the two always waits for the other, so the work may use
-whatever the loop's thread owns, and there are no locks. Knows nothing of the work.
+whatever the loop's thread owns, and there are no locks. An interrupt of the loop while it waits ends the work first.
+Knows nothing of the work.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from xllm_cli.errors import RequestError
@@ -20,6 +22,7 @@ from xllm_cli.errors import RequestError
 Made = TypeVar("Made")
 
 POLL_SECONDS = 0.5  # a slice that lasts: its caller has a sign of life to give meanwhile
+WAIT_SECONDS = 0.1  # a slice while nobody has anything else to do
 END_SECONDS = 60.0  # for work that was called off to come to where it may end
 
 
@@ -40,14 +43,14 @@ class Sliced(Generic[Made]):
 
     def __init__(self, work: Callable[[], Made], name: str = "") -> None:
         self.name = name
-        self._work = work
+        self._work: Callable[[], Made] | None = work
         self._made: list[Made] = []
         self._error: BaseException | None = None
         self._until = 0.0
         self._is_called_off = False
         self._go = threading.Event()
         self._paused = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="slices", daemon=True)
+        self._thread: threading.Thread | None = None
         self.is_done = False
 
     def _run(self) -> None:
@@ -56,10 +59,11 @@ class Sliced(Generic[Made]):
         self._paused.set()
 
     def _run_here(self) -> None:
+        work, self._work = self._work, None  # what it holds ends with it
         try:
-            if not self._is_called_off:
-                self._made.append(self._work())
-        except RequestError as error:
+            if not self._is_called_off and work is not None:
+                self._made.append(work())
+        except (RequestError, CalledOff) as error:
             forget_frames(error)
             self._error = error
         except BaseException as error:  # whatever it is: it is raised again where the result is asked for
@@ -67,37 +71,53 @@ class Sliced(Generic[Made]):
         self.is_done = True
 
     def finish(self) -> None:
-        """Do all of it now, in this thread: where a thread is bound to its device."""
+        """Do all of it now, in this thread: where a thread is bound to its device, or nobody else has anything to do.
+        Only a RequestError is kept for whoever asks for the result."""
         self._run_here()
+        if self._error is not None and not isinstance(self._error, RequestError):
+            raise self._error
 
     def advance(self, seconds: float, beat: Callable[[], None] = lambda: None) -> bool:
-        """Let the work go on for about so long, or until it has ended: True then. `beat` is called now and then."""
+        """Let the work go on for about so long, or until it has ended: True then. `beat` is called now and then. What
+        interrupts the wait, calls the work off."""
         if self.is_done:
             return True
         self._until = time.monotonic() + seconds
-        if not self._thread.ident:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="slices", daemon=True)
             self._thread.start()
-        self._paused.clear()
-        self._go.set()
-        while not self._paused.wait(POLL_SECONDS):
-            beat()
+        try:
+            self._paused.clear()
+            self._go.set()
+            while not self._paused.wait(POLL_SECONDS):
+                beat()
+        except BaseException:
+            self.call_off()  # whoever catches this goes on, and must be alone then
+            raise
         return self.is_done
 
-    def pause(self, *, at_once: bool = False) -> bool:
-        """For the work: give way if its slice is over, and this need not be done `at_once`. False, and nothing done, if
-        somebody else calls it."""
-        if self.is_done or threading.current_thread() is not self._thread:
+    def pause(self) -> bool:
+        """For the work: give way if its slice is over. False, and nothing done, if somebody else calls it."""
+        if not self.is_at_work:
             return False
-        if at_once:
-            return True
         if self._is_called_off:
             raise CalledOff
-        if time.monotonic() >= self._until:
-            self._paused.set()
-            self._wait()
-            if self._is_called_off:
-                raise CalledOff
+        return time.monotonic() < self._until or self.give_way()
+
+    def give_way(self) -> bool:
+        """For the work: let the loop go on now. As pause()."""
+        if not self.is_at_work:
+            return False
+        self._paused.set()
+        self._wait()
+        if self._is_called_off:
+            raise CalledOff
         return True
+
+    @property
+    def is_at_work(self) -> bool:
+        """It is the work that asks."""
+        return not self.is_done and threading.current_thread() is self._thread
 
     def _wait(self) -> None:
         while not self._go.wait(POLL_SECONDS):
@@ -112,49 +132,76 @@ class Sliced(Generic[Made]):
         return self._made[0]
 
     def call_off(self) -> None:
-        """End it where it pauses next. What it had begun is the work's to undo."""
+        """End it where it pauses next; what it had begun is the work's to undo. Returns once it has: further interrupts
+        wait for that, too."""
+        if self.is_done:
+            return
         self._is_called_off = True
-        self._error = self._error or CalledOff()
-        if self._thread.ident and not self.is_done:
-            self.advance(END_SECONDS)
-            self._thread.join(END_SECONDS)
+        self._go.set()  # wherever it waits
+        deadline = time.monotonic() + END_SECONDS
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < deadline:
+            with suppress(KeyboardInterrupt, SystemExit):
+                self._thread.join(POLL_SECONDS)
+        if not self._made:
+            self._error = self._error or CalledOff()
+        self._work = None
         self.is_done = True
 
 
 class SliceQueue:
-    """Work that is done in slices, one after the other. Refers to none of those whose work it is: what they hold ends
-    with them."""
+    """Work that is done in slices: in each lane one after the other, the lanes by turns. Refers to none of those whose
+    work it is: what they hold ends with them."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         """`beat` is the sign of life of whoever waits for work of any kind."""
         self._beat = beat
-        self._begun: deque[Sliced[Any]] = deque()
-        self.at_once = False  # what is done now may not be left in the middle
+        self._lanes: dict[str, deque[Sliced[Any]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._begun)
+        return bool(self._lanes)
 
     @property
     def names(self) -> list[str]:
         """What each of those is about that have begun and not ended."""
-        return [slices.name for slices in self._begun if not slices.is_done]
+        return [slices.name for begun in self._lanes.values() for slices in begun if not slices.is_done]
 
-    def add(self, slices: Sliced[Any]) -> None:
-        """Do this, too."""
-        self._begun.append(slices)
+    def add(self, slices: Sliced[Any], lane: str) -> None:
+        """Do this, too, after what was added to its lane before."""
+        self._lanes.setdefault(lane, deque()).append(slices)
 
     def advance(self, seconds: float) -> None:
-        """Let what began first go on for about so long."""
-        if self._begun and self._begun[0].advance(seconds, self._beat):
-            self._begun.popleft()
+        """Let one of those that are first in their lanes go on for about so long."""
+        if not self._lanes:
+            return
+        lane = next(iter(self._lanes))
+        begun = self._lanes[lane] = self._lanes.pop(lane)  # the last from now on
+        if begun[0].advance(seconds, self._beat):
+            self._leave(lane)
+
+    def _leave(self, lane: str) -> None:
+        self._lanes[lane].popleft()
+        if not self._lanes[lane]:
+            del self._lanes[lane]
 
     def pause(self) -> None:
-        """Long work is under way: the first of these, or somebody else's."""
-        if not self._begun or not self._begun[0].pause(at_once=self.at_once):
+        """Long work is under way: what is done in slices, or somebody else's."""
+        work = self._at_work()
+        if work is None or not work.pause():
             self._beat()
+
+    def wait(self) -> None:
+        """What is done in slices must go on before the caller can, whoever that is."""
+        work = self._at_work()
+        if work is None or not work.give_way():
+            self.advance(WAIT_SECONDS)
+
+    def _at_work(self) -> Sliced[Any] | None:
+        """Whose work calls this; None if somebody else does."""
+        return next((begun[0] for begun in self._lanes.values() if begun[0].is_at_work), None)
 
     def call_off(self) -> None:
         """End all of it, with nothing left behind."""
-        while self._begun:
-            self._begun[0].call_off()
-            self._begun.popleft()
+        while self._lanes:
+            lane, begun = next(iter(self._lanes.items()))
+            begun[0].call_off()
+            self._leave(lane)

@@ -62,6 +62,7 @@ class Slumber:
         self._stirs_at = 0.0
         self.put_off_by: RequestError | None = None  # why it could not wake for a request the last time
         self.falling: Bed | None = None  # asleep as soon as nothing runs
+        self.is_waking = False  # its wake-up has begun, or waits for another's to end
 
     @property
     def state(self) -> str:
@@ -84,12 +85,13 @@ class Slumber:
         """Why a request cannot be taken now; None while awake, or if it wakes by itself: then the request waits."""
         if self.is_awake or (self._habits.auto_wake and self.falling is None):
             return None
-        text = f"the model is asleep ({self.state}); POST /wakeup wakes it"
+        what = "it is being woken" if self.is_waking else "POST /wakeup wakes it"
+        text = f"the model is asleep ({self.state}); {what}"
         return RequestError(text, status=503, code="model_sleeping", retry_after=RETRY_SECONDS)
 
     def may_stir(self, now: float) -> bool:
-        """It sleeps, wakes by itself, and has not just tried in vain."""
-        return self.is_asleep and self._habits.auto_wake and now >= self._stirs_at
+        """It sleeps, wakes by itself, does not already, and has not just tried in vain."""
+        return self.is_asleep and self._habits.auto_wake and not self.is_waking and now >= self._stirs_at
 
     def put_off(self, error: RequestError, now: float) -> None:
         """It could not wake for this reason: the next try comes a little later."""
@@ -122,6 +124,9 @@ class Slumber:
     def check_sleep(self, bed: Bed, *, num_requests: int, mode: Mode) -> None:
         """RequestError if it cannot sleep so now: no weights in pages, asleep already, or requests that go on."""
         weights = self._need_weights()
+        if self.is_waking:
+            text = "the model is being woken: once it is awake it can be put to sleep"
+            raise RequestError(text, status=409, code="model_waking", retry_after=RETRY_SECONDS)
         if self.falling is not None or weights.state in (bed.state, "deep") or (bed.park and weights.state != "awake"):
             raise RequestError(f"the model is already {_asleep(self.state)}", status=409, code="already_asleep")
         if num_requests and mode == "refuse":
@@ -143,44 +148,61 @@ class Slumber:
         finally:
             self._tell_cache(weights)
 
-    def wake(self, now: float) -> None:
-        """Bring the weights back. RequestError 409 if it is awake or about to sleep, 503 with the numbers if there is
-        no memory: neighbours may be asked for it during the next second."""
+    def check_wake(self) -> None:
+        """RequestError 409 if it is awake, about to sleep, or being woken."""
         weights = self._need_weights()
+        if self.is_waking:
+            text = "the model is being woken already: it is awake soon"
+            raise RequestError(text, status=409, code="model_waking", retry_after=RETRY_SECONDS)
         if self.falling is not None:
             text = "the model is falling asleep: once its open requests have ended it can be woken"
             raise RequestError(text, status=409, code="falling_asleep", retry_after=RETRY_SECONDS)
         if weights.state == "awake":
             raise RequestError("the model is already awake", status=409, code="already_awake")
+
+    def wake(self, clock: Callable[[], float]) -> None:
+        """Bring the weights back; what cannot be is undone. RequestError 503 with the numbers if there is no memory:
+        neighbours may be asked for it during the next second."""
+        weights = self._need_weights()
+        self.missing = 0
         try:
-            short = self._beyond_caps(weights) or weights.wake(keep_free=self._cache.keep_free())
+            short = self._shortage(weights) or weights.wake(keep_free=self._cache.keep_free)
         except WeightsError as error:
             text = f"the weights could not be brought back: {error}; the model is still {_asleep(weights.state)}"
             raise RequestError(text, status=503, code="wake_failed", retry_after=RETRY_SECONDS) from error
         finally:
             self._tell_cache(weights)
         self.put_off_by = None
-        self.missing = 0
         if short:
             self.missing = self._bytes_missing(weights)
-            self._missing_until = now + RETRY_SECONDS
+            self._missing_until = clock() + RETRY_SECONDS
             text = f"no memory for {weights.nbytes} bytes of weights: {short}"
             raise RequestError(text, status=503, code="weights_memory_unavailable", retry_after=RETRY_SECONDS)
 
-    def _beyond_caps(self, weights: WeightsShare) -> str:
-        """Why the caps on all models together leave no room for the weights, whatever is free; "" if they do."""
-        room = self._cache.room_for_weights()
-        if weights.mapped_bytes or weights.parked_bytes or weights.nbytes <= room:
+    def _shortage(self, weights: WeightsShare) -> str:
+        """Why it would be in vain to begin: the caps on all models together, whatever is free, or what is free; "" if
+        both leave room for the weights."""
+        wanted = weights.bytes_to_wake
+        if not wanted or weights.mapped_bytes:
             return ""
-        return f"the arena and --max_memory_utilization leave {max(0, room)} bytes beside what other models hold"
+        room, free = self._cache.room_for_weights(), self._bytes_free(weights)
+        if wanted > room:
+            return f"the arena and --max_memory_utilization leave {max(0, room)} bytes beside what other models hold"
+        if wanted <= free:
+            return ""
+        if not weights.is_fixed:
+            return f"free memory: {max(0, free)} bytes beyond the {self._cache.keep_free()} that are to be kept"
+        return f"fixed pool: {free} bytes are in no use"
 
     def _bytes_missing(self, weights: WeightsShare) -> int:
         """What somebody has to give up so that the weights fit."""
+        return max(
+            self._cache.page_bytes, weights.nbytes - min(self._bytes_free(weights), self._cache.room_for_weights())
+        )
+
+    def _bytes_free(self, weights: WeightsShare) -> int:
         seen = self._cache.observations[0]
-        free = seen.free_handles
-        if self._cache.limits.elastic:
-            free += seen.free - self._cache.keep_free()
-        return max(self._cache.page_bytes, weights.nbytes - min(free, self._cache.room_for_weights()))
+        return seen.free_handles + (0 if weights.is_fixed else seen.free - self._cache.keep_free())
 
     def missing_bytes(self, now: float) -> int:
         """What a wake-up of a moment ago lacked of the device's free memory."""
@@ -209,7 +231,7 @@ class Slumber:
 
     def _tell_cache(self, weights: WeightsShare) -> None:
         """Asleep or not, the weights' pages are counted where they are; room for them when they wake is not kept."""
-        mapped = weights.mapped_bytes
+        mapped = weights.claimed_bytes
         asleep = weights.nbytes - min(mapped, weights.nbytes)
         self._cache.set_weights(mapped=mapped, on_device=weights.nbytes, asleep=asleep)
 

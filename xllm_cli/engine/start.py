@@ -29,6 +29,7 @@ from xllm_cli.engine.parts import (
 from xllm_cli.engine.report import MemoryFacts, Reporter
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.engine.sizes import CacheSize, check_capacity, serving_limits, size_beside, size_cache, step_limits
+from xllm_cli.engine.slices import SliceQueue
 from xllm_cli.engine.slumber import Habits
 from xllm_cli.errors import DeviceError, MemoryShortage
 from xllm_cli.facts import resolve_device
@@ -80,7 +81,8 @@ def build_first(
         progress("opening the device")
         device = open_device(resolve_device(config.model.device), config)
         driver = driver or device.open_driver()
-        start = Start(config, device, driver, open_pool(config, device, driver, opened), progress, opened, beat)
+        pool = open_pool(config, device, driver, opened)
+        start = Start(config, device, driver, pool, progress, opened, SliceQueue(beat))
         built = build(start)
         opened.pop_all()  # the engine closes them from here on
         return start, built

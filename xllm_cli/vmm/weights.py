@@ -12,7 +12,7 @@ page stay where it is: counted, and put right by the next verb. Knows no file, n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,8 @@ from xllm_cli.vmm.pool import PagePool
 
 ALIGNMENT = 64  # bytes: a cache line
 FILL_PAGES = 8  # mapped and filled at a time: small beside a model, large beside a look at free memory
+FILLS_AHEAD = 4  # handed to the threads before the first of them must have ended
+POLL_SECONDS = 0.005  # between two pauses while they fill
 FILL_THREADS = 2  # beside the one that makes pages: zeroing them takes as long as filling them
 CHANGED = "the checkpoint is not the one that was loaded: its parameters differ in number, shape or type"
 
@@ -38,7 +40,7 @@ class WeightArena:
     if it was stuck. absent: none is kept, and only what was stuck is mapped.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what every arena of a device has
         self,
         driver: Driver,
         pool: PagePool,
@@ -47,14 +49,17 @@ class WeightArena:
         device: tuple[int, int] = HOST,
         fence: Callable[[], None] = lambda: None,
         keep_free: int = 0,
+        pause: Callable[[], None] = lambda: None,
     ) -> None:
         """Reserve `nbytes` of addresses, no page yet. `fence` returns when the device works on none of them;
-        `keep_free` are bytes that taking pages leaves free on the device."""
+        `keep_free` are bytes that taking pages leaves free on the device. `pause` is called often while all of it is
+        filled or read: others may go on then, and what it raises ends the verb."""
         self._arena = Arena(driver, pool, nbytes, device)
         self._pool = pool
         self._is_host = device == HOST
         self._fence = fence
         self._keep_free = keep_free
+        self._pause = pause
         self._kept: dict[int, int] = {}  # page → handle
         self._forms: dict[int, tuple[torch.Size, torch.dtype]] = {}  # of what was taken, by its first byte
         self.state: State = "resident"
@@ -133,25 +138,28 @@ class WeightArena:
             self._kept = {}
             self.state = "absent"
 
-    def restore(self, fill: Fill, *, keep_free: int = 0) -> str:
+    def restore(self, fill: Fill, *, keep_free: Callable[[], int] = lambda: 0) -> str:
         """absent → resident: fresh pages, filled a few at a time by `fill(bytes, offset)`, bytes being uint8 [n]. Host
-        memory is filled by threads while the next pages are made: `fill` must bear that.
+        memory is filled by threads while the next pages are made: `fill` must bear that. `keep_free()` is asked before
+        each few.
 
-        "" if it went well; else why there are no pages, and nothing has changed. What `fill` raises, and a VmmError,
-        leave it absent too.
+        "" if it went well; else why there are no pages, and nothing has changed. What `fill` raises, a pause, and a
+        VmmError, leave it absent too.
         """
         assert self.state == "absent"
         try:
             with self._filler() as filler:  # its end waits for what is being filled: only then may pages go
                 filled: list[Future[None]] = []
                 for first in range(0, self.pages, FILL_PAGES):
+                    self._await(filled[-FILLS_AHEAD:][:1] if len(filled) >= FILLS_AHEAD else ())
                     last = min(first + FILL_PAGES, self.pages)
                     missing = [page for page in range(first, last) if not self._arena.is_mapped(page)]
-                    if missing and not self._map_fresh(missing, keep_free):
+                    if missing and not self._map_fresh(missing, max(self._keep_free, keep_free())):
                         return self._pool.last_shortage
                     start = first * self._pool.page_bytes
                     chunk = self._bytes(start, min(last * self._pool.page_bytes, self.used))
                     filled.append(filler.submit(fill, chunk, start))
+                self._await(filled)
             _settle(filled)
             self.state = "resident"
         finally:
@@ -161,6 +169,12 @@ class WeightArena:
                 self._pool.give([handle for page, handle in handles.items() if page not in stuck])
         return ""
 
+    def _await(self, filled: Sequence[Future[None]]) -> None:
+        """Pause until these have ended, once at least."""
+        self._pause()
+        while wait(filled, POLL_SECONDS).not_done:
+            self._pause()
+
     def _filler(self) -> Executor:
         return ThreadPoolExecutor(FILL_THREADS, "weights") if self._is_host else _AtOnce()
 
@@ -169,6 +183,7 @@ class WeightArena:
         assert self.state == "resident"
         step = FILL_PAGES * self._pool.page_bytes
         for start in range(0, self.used, step):
+            self._pause()
             take(self._bytes(start, min(start + step, self.used)), start)
 
     def close(self) -> bool:

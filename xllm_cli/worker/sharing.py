@@ -10,6 +10,7 @@ Owns who uses which weights and what each wants. How pages move is the business 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 from xllm_cli.models.registry import Model
@@ -55,9 +56,24 @@ class WeightsShare:
         return 0 if self._weights.state in ("awake", "parked") else self._weights.nbytes
 
     @property
+    def is_fixed(self) -> bool:
+        """Their pool makes no page anew."""
+        return self._weights.pool.is_fixed
+
+    @property
+    def are_coming(self) -> bool:
+        """Under some name a wake-up is in the middle: whoever wants them awake waits for that."""
+        return self._weights.are_coming
+
+    @property
     def mapped_bytes(self) -> int:
         """Bytes of pages mapped now."""
         return self._weights.mapped_bytes
+
+    @property
+    def claimed_bytes(self) -> int:
+        """Bytes of pages mapped now, and of those that a wake-up which is in the middle has still to map."""
+        return self.nbytes if self.are_coming else self.mapped_bytes
 
     @property
     def parked_bytes(self) -> int:
@@ -79,7 +95,10 @@ class WeightsShare:
         self._wanted = wanted
 
     def _follow(self, wanted: list[State]) -> None:
-        """The pages go where the shallowest of all names wants them, if that is deeper than they are."""
+        """The pages go where the shallowest of all names wants them, if that is deeper than they are; if they are just
+        coming, then when that has failed."""
+        if self.are_coming:
+            return
         target = min(wanted, key=DEPTH.__getitem__)
         if DEPTH[target] > DEPTH[self._weights.state]:
             self._weights.park() if target == "parked" else self._weights.sleep(DEPTH[target] - 1)
@@ -92,12 +111,24 @@ class WeightsShare:
         self._move("light")
         return before - self.parked_bytes
 
-    def wake(self, *, keep_free: int = 0) -> str:
-        """→ awake; see Weights. Nothing moves if another name is awake."""
-        short = "" if self._weights.state == "awake" else self._weights.wake(keep_free=keep_free)
+    def wake(self, *, keep_free: Callable[[], int] = lambda: 0) -> str:
+        """→ awake; see Weights. Nothing moves if another name is awake. Not while they are coming: what another name
+        asks for then moves nothing."""
+        assert not self.are_coming
+        short = "" if self._weights.state == "awake" else self._bring_back(keep_free)
         if not short:
             self._wanted = "awake"
         return short
+
+    def _bring_back(self, keep_free: Callable[[], int]) -> str:
+        weights = self._weights
+        weights.are_coming = True
+        try:
+            return weights.wake(keep_free=keep_free)
+        finally:
+            weights.are_coming = False
+            if weights.state != "awake":
+                self._follow([user.state for user in weights.users])
 
     def check(self) -> None:
         """Assert that the pages are as the shallowest name wants them; for tests."""

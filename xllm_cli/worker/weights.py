@@ -74,6 +74,7 @@ class Weights:
         self._backup = backup
         self.state: State = "awake"
         self.users: list[User] = []
+        self.are_coming = False  # a wake-up is in the middle, see sharing.py
         self.is_late = False  # nobody is awake, and the device did not let the pages go
 
     @property
@@ -127,11 +128,12 @@ class Weights:
         self.sleep(1)
         return nbytes
 
-    def wake(self, *, keep_free: int = 0) -> str:
+    def wake(self, *, keep_free: Callable[[], int] = lambda: 0) -> str:
         """→ awake: "" if it went well, else why there are no pages. Raises WeightsError; either way the state is what
         it was.
 
-        `keep_free` bytes stay free on the device. After a deep sleep there is a copy again, if there is room for it.
+        `keep_free()` bytes stay free on the device, as it says while pages are taken. After a deep sleep there is a
+        copy again, if there is room for it.
         """
         with _refusals():
             short = self._bring_back(keep_free)
@@ -139,7 +141,7 @@ class Weights:
             self.state = "awake"
         return short
 
-    def _bring_back(self, keep_free: int) -> str:
+    def _bring_back(self, keep_free: Callable[[], int]) -> str:
         if self.state == "parked":
             self._arena.unpark()
             return ""
@@ -148,18 +150,18 @@ class Weights:
             return self._arena.restore(self._backup.fill, keep_free=keep_free)
         return self._read_again(keep_free)
 
-    def _read_again(self, keep_free: int) -> str:
+    def _read_again(self, keep_free: Callable[[], int]) -> str:
         if short := self._arena.restore(_leave, keep_free=keep_free):
             return short
         try:
             refill = Refill(self._arena)
             self._reload(refill)
             refill.finish()
+            self._backup = copy_of(self._arena)
         except BaseException:
             self._arena.discard()
             self.pool.trim()
             raise
-        self._backup = copy_of(self._arena)
         return ""
 
     def check(self) -> None:
@@ -206,6 +208,9 @@ def copy_of(arena: WeightArena) -> Backup | None:
         backup.close()
         log.warning("no copy of the weights: %s; a light sleep wakes by reading the checkpoint again", error)
         return None
+    except BaseException:  # called off
+        backup.close()
+        raise
     return backup
 
 
