@@ -22,6 +22,7 @@ from xllm_cli.core import (
     ModelActivity,
     Pause,
     Ready,
+    Remove,
     Resume,
     SetLimit,
     Sleep,
@@ -109,7 +110,9 @@ class ScriptedModels:
         started, error, ready, model = time.monotonic(), None, None, None
         held, before = self.weights(), "absent"
         try:
-            if isinstance(command, Fork):
+            if isinstance(command, Remove):
+                before = self.remove(command)
+            elif isinstance(command, Fork):
                 before = self._models[command.model].state if command.model in self._models else before
                 model, ready = self.fork(command)
             else:
@@ -131,6 +134,16 @@ class ScriptedModels:
             self._models[command.model] = made
         model = self._models[command.model]
         return model, model.ready(self.snapshot())
+
+    def remove(self, command: Remove) -> str:
+        model = self.find(command.model)
+        if model is self.first:
+            raise RequestError("the first model stays", status=409, code="first_model")
+        if model.num_running and command.mode == "refuse":
+            raise RequestError("requests are running", status=409, code="model_busy")
+        self.play(model.path)
+        del self._models[command.model]
+        return model.state
 
     def play(self, path: str | Path) -> None:
         script = script_of(path)

@@ -33,6 +33,7 @@ COMMANDS = MappingProxyType(
         "fork": "Have a running server serve one more model.",
         "models": "What a running server serves, and whether it is awake.",
         "pause": "Hold the requests of a running server's models back.",
+        "remove": "Take a model out of a running server.",
         "resume": "Let the requests of a running server's models run again.",
         "serve": "Serve a model over HTTP with OpenAI's API.",
         "sleep": "Put a running server's model to sleep: its memory goes to others.",

@@ -61,6 +61,10 @@ class Client:
         """POST of JSON; Unreachable without an answer."""
         return self._whole("POST", path, body)
 
+    def delete(self, path: str) -> Answer:
+        """DELETE; Unreachable without an answer."""
+        return self._whole("DELETE", path, None)
+
     def events(self, path: str, body: Any) -> Iterator[tuple[float, str]]:
         """The data of each server-sent event, with the seconds since the request. Unreachable, or ValueError for an
         answer that is no stream."""

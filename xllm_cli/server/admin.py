@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from xllm_cli.core import SetLimit, Trim
 from xllm_cli.server.failures import json_response
-from xllm_cli.server.orders import STEP_SECONDS, carry_out, command_id, fields, schema
-from xllm_cli.server.parsing import parse
+from xllm_cli.server.orders import STEP_SECONDS, Guard, Order, carry_out, command_id, guarded, read, schema
 from xllm_cli.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -22,35 +20,33 @@ logger = logging.getLogger(__name__)
 Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
-class LimitRequest(BaseModel):
+class LimitRequest(Order):
     """POST /vmm/limit: the most bytes of KV cache from now on, of one model or of all together; 0 lifts the limit."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     bytes: Bytes
     model_id: str | None = None
 
 
-class TrimRequest(BaseModel):
+class TrimRequest(Order):
     """POST /vmm/trim: bytes to give back, of one model or of all; all that no request uses when left out."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     bytes: Bytes | None = None
     model_id: str | None = None
 
 
-def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) -> APIRouter:
-    """The router over this state; `guard` refuses who may not."""
-    router = APIRouter(dependencies=[Depends(guard)])
+def routes(state: ServerState, guard: Guard) -> APIRouter:
+    """The router over this state."""
+    router = guarded(guard)
 
     @router.post("/vmm/limit", openapi_extra=schema(LimitRequest))
     async def limit(request: HttpRequest) -> Response:
-        asked = parse(LimitRequest, await fields(request))
+        asked = await read(LimitRequest, request)
         model_id = state.named(asked.model_id)
         return await _change(state, SetLimit(command_id(), asked.bytes or None, model_id), model_id)
 
     @router.post("/vmm/trim", openapi_extra=schema(TrimRequest))
     async def trim(request: HttpRequest) -> Response:
-        asked = parse(TrimRequest, await fields(request))
+        asked = await read(TrimRequest, request)
         model_id = state.named(asked.model_id)
         return await _change(state, Trim(command_id(), asked.bytes, model_id), model_id)
 

@@ -25,6 +25,7 @@ from xllm_cli.server import (
     openai,
     pausing,
     probes,
+    removing,
     responses,
     sleeping,
     tokens,
@@ -64,7 +65,7 @@ def create_app(state: ServerState, keys: ApiKeys, security: SecurityConfig) -> A
 def create_routers(state: ServerState, keys: ApiKeys) -> list[APIRouter]:
     """Every route there is."""
     parts = (openai, responses, messages, tokens, info, probes)
-    orders = (admin, sleeping, forking, pausing)
+    orders = (admin, sleeping, forking, removing, pausing)
     guard = admin_only(keys)
     return [*(part.routes(state) for part in parts), *(part.routes(state, guard) for part in orders)]
 

@@ -1,4 +1,4 @@
-"""The routes that read another checkpoint while the server runs. Behind the same guard as the other admin routes.
+"""The routes that read another checkpoint while the server runs.
 
     POST /fork_master     {"model_path", "model_id", "master_status": 0|1|2, …}   one more model over the same pages
     POST /update_weights  {"model_id", "model_path"}                              other weights for a model
@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from fastapi import APIRouter
+from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -26,15 +25,18 @@ from xllm_cli.facts import peek
 from xllm_cli.server.failures import json_response
 from xllm_cli.server.orders import (
     MOVE_SECONDS,
+    Guard,
+    Order,
+    Transfer,
     answer,
     carry_out,
     command_id,
-    fields,
+    guarded,
     need_weights,
+    read,
     refuse_transfer,
     schema,
 )
-from xllm_cli.server.parsing import parse
 from xllm_cli.server.served import ServedModel
 from xllm_cli.server.state import ServerState
 from xllm_cli.server.tokenizer import Tokenizer
@@ -47,19 +49,16 @@ Folder = Annotated[str, Field(min_length=1, max_length=4096, pattern=_ONE_LINE)]
 Size = Annotated[int, Field(ge=1)]
 
 
-class ForkRequest(BaseModel):
+class ForkRequest(Transfer):
     """POST /fork_master: the checkpoint in `model_path`, on the server's machine, served as `model_id`, by default its
     folder's name. `master_status`: 0 awake, 1 and 2 asleep at once, as after POST /sleep."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     model_path: Folder
     model_id: Name | None = None
     master_status: Literal[0, 1, 2] = 0
     master_node_addr: str = Field("", description="of the original; one process has no meeting point")
     nnodes: Size | None = None
     dp_size: Size | None = None
-    remote_addrs: list[str] = []
-    src_weight_segments: list[Any] = []
 
     @property
     def name(self) -> str:
@@ -67,11 +66,10 @@ class ForkRequest(BaseModel):
         return self.model_id or os.path.basename(os.path.abspath(self.model_path))
 
 
-class UpdateRequest(BaseModel):
+class UpdateRequest(Order):
     """POST /update_weights: exchange a model's weights for those in `model_path`, also called `path`; left out, they
     are read again from where they came."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     model_id: str | None = None
     model_path: Folder | None = None
     path: Folder | None = None
@@ -83,15 +81,15 @@ class UpdateRequest(BaseModel):
         return self
 
 
-def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) -> APIRouter:
-    """The router over this state; `guard` refuses who may not."""
-    router = APIRouter(dependencies=[Depends(guard)])
+def routes(state: ServerState, guard: Guard) -> APIRouter:
+    """The router over this state."""
+    router = guarded(guard)
     one_at_a_time = asyncio.Lock()
 
     @router.post("/fork_master", openapi_extra=schema(ForkRequest))
     async def fork(request: HttpRequest) -> Response:
         need_weights(state)
-        asked = parse(ForkRequest, await fields(request))
+        asked = await read(ForkRequest, request)
         _refuse_what_is_missing(state, asked)
         if (there := _existing(state, asked)) is not None:
             return there
@@ -102,7 +100,7 @@ def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) 
     @router.post("/update_weights", openapi_extra=schema(UpdateRequest))
     async def update_weights(request: HttpRequest) -> Response:
         need_weights(state)
-        asked = parse(UpdateRequest, await fields(request))
+        asked = await read(UpdateRequest, request)
         model = state.models.find(asked.model_id, "model_id")
         path = asked.model_path or asked.path or ""
         if path:
@@ -129,10 +127,17 @@ def _refuse_what_is_missing(state: ServerState, asked: ForkRequest) -> None:
 
 
 def _existing(state: ServerState, asked: ForkRequest) -> Response | None:
-    """The answer where the id is taken; None where it is free. RequestError 409 if another checkpoint has it."""
+    """The answer where the id is taken; None where it is free. RequestError 409 if another checkpoint has it, or if its
+    model is leaving."""
     model = state.models.get(asked.name)
+    if model is not None and state.is_gone(model):
+        state.forget(model)
+        return None
     if model is None:
         return None
+    if model.num_removals:
+        text = f"{asked.name} is being removed: wait until it is gone, or give another model_id"
+        raise RequestError(text, status=409, code="model_changing", param="model_id")
     if os.path.realpath(model.path) != os.path.realpath(asked.model_path):
         text = f"{asked.name} is a model here already, from {model.path}; give another model_id"
         raise RequestError(text, status=409, code="model_exists", param="model_id")

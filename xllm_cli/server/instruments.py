@@ -76,6 +76,17 @@ class Instruments:
             )
         return self._models[model_id]
 
+    def forget(self, model_id: str) -> None:
+        """A model is gone: its series are shown no more, and begin at zero should there be one of its name again. Who
+        still holds its instruments observes into nothing."""
+        if self._models.pop(model_id, None) is None:
+            return
+        for metric in (*self._histograms.values(), self._prompts):
+            metric.remove(model_id, ENGINE)
+        for metric, reasons in ((self._ended, FINISHED), (self._waits, WAITS)):
+            for reason in reasons:
+                metric.remove(model_id, ENGINE, reason)
+
     def mapped(self, seconds: float) -> None:
         """A step mapped pages."""
         self._maps.observe(seconds)

@@ -1,14 +1,17 @@
 """What the routes share that have the engine do something: how an order is read, carried out, answered. Knows no order.
 
-The fields of an order may come in the body, as in the original, or in the query, as in vLLM.
+The fields of an order may come in the body, as in the original, or in the query, as in vLLM. All these routes are
+behind one guard, which refuses who may not.
 """
 
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -16,14 +19,38 @@ from xllm_cli.core import Command, Done
 from xllm_cli.errors import RequestError
 from xllm_cli.server.answering import read_body
 from xllm_cli.server.failures import json_response
-from xllm_cli.server.parsing import body_schema, decode_object
+from xllm_cli.server.parsing import body_schema, decode_object, parse
 from xllm_cli.server.state import ServerState
 
 BODY_BYTES = 1 << 16
 STEP_SECONDS = 30.0  # an engine between two steps answers in milliseconds; a long prefill is a long step
 MOVE_SECONDS = 600.0  # for weights: a deep wake or a fork reads a checkpoint
 WAIT_SECONDS = 24 * 3600.0  # for open requests to end: theirs are the deadlines
+MODES = ("refuse", "wait", "abort")  # what becomes of open requests
 TEXTS = ("model_id", "model_path", "path")  # in a query, everything is text; these are so elsewhere, too
+
+Guard = Callable[[HttpRequest], Awaitable[None]]
+
+
+class Order(BaseModel):
+    """The fields of an order; one that is not known is a mistake."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+
+class Transfer(Order):
+    """An order whose weights are to come from another server, as the original's forms may ask."""
+
+    remote_addrs: list[str] = Field([])
+    src_weight_segments: list[Any] = Field([])
+
+
+Asked = TypeVar("Asked", bound=Order)
+
+
+def guarded(guard: Guard) -> APIRouter:
+    """A router for orders."""
+    return APIRouter(dependencies=[Depends(guard)])
 
 
 def command_id() -> str:
@@ -40,9 +67,9 @@ def need_weights(state: ServerState) -> None:
         raise RequestError(text, code="vmm_weights_required", param="enable_vmm_weights")
 
 
-def refuse_transfer(asked: BaseModel) -> None:
-    """RequestError 400 where weights are to come from another server, as the original's forms may ask."""
-    for name in ("remote_addrs", "src_weight_segments"):
+def refuse_transfer(asked: Transfer) -> None:
+    """RequestError 400 where weights are to come from another server."""
+    for name in Transfer.model_fields:
         if getattr(asked, name):
             text = (
                 f"{name}: remote weight transfer is not supported yet, it needs a fully resident pool (R12); leave it "
@@ -51,9 +78,13 @@ def refuse_transfer(asked: BaseModel) -> None:
             raise RequestError(text, code="not_supported_yet", param=name)
 
 
-async def fields(request: HttpRequest, *, besides: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Body and query as one, the query without the names in `besides`; an absent body asks for nothing in particular.
-    RequestError 400 for what is said twice, and differently."""
+async def read(kind: type[Asked], request: HttpRequest, *, besides: tuple[str, ...] = ()) -> Asked:
+    """What was asked. RequestError 400 for what cannot be, and for what is said twice, and differently."""
+    return parse(kind, await _fields(request, besides))
+
+
+async def _fields(request: HttpRequest, besides: tuple[str, ...]) -> dict[str, Any]:
+    """Body and query as one, the query without the names in `besides`; no body asks for nothing in particular."""
     found = decode_object(await read_body(request, limit=BODY_BYTES) or b"{}")
     for name, text in request.query_params.multi_items():
         if name in besides:
@@ -93,12 +124,12 @@ def answer(model_id: str, done: Done, **more: Any) -> Response:
     )
 
 
-def schema(kind: type[BaseModel], **query: list[Any]) -> dict[str, Any]:
+def schema(kind: type[Order], **query: Sequence[Any]) -> dict[str, Any]:
     """OpenAPI of a route whose body may be left out if nothing in it is required; the query takes these values."""
     described = body_schema(kind)
     body = described["requestBody"]
     body["required"] = bool(body["content"]["application/json"]["schema"].get("required"))
     if query:
-        parameters = [{"name": name, "in": "query", "schema": {"enum": one}} for name, one in query.items()]
+        parameters = [{"name": name, "in": "query", "schema": {"enum": list(one)}} for name, one in query.items()]
         described["parameters"] = parameters
     return described

@@ -1,4 +1,4 @@
-"""The routes that hold a model's requests back. Behind the same guard as the other admin routes.
+"""The routes that hold a model's requests back.
 
     POST /pause   {"mode": "keep"|"abort"|"wait", "model_id"}
     POST /resume  {"model_id"}
@@ -9,46 +9,51 @@ keeps, and who meant to abort does not learn of it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict
+from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from xllm_cli.core import Pause, Resume
 from xllm_cli.server.failures import json_response
-from xllm_cli.server.orders import STEP_SECONDS, WAIT_SECONDS, carry_out, command_id, fields, schema
-from xllm_cli.server.parsing import parse
+from xllm_cli.server.orders import (
+    STEP_SECONDS,
+    WAIT_SECONDS,
+    Guard,
+    Order,
+    carry_out,
+    command_id,
+    guarded,
+    read,
+    schema,
+)
 from xllm_cli.server.state import ServerState
 
 MODES = ["keep", "abort", "wait"]
 
 
-class PauseRequest(BaseModel):
+class PauseRequest(Order):
     """POST /pause, in the body or the query. `mode`: what becomes of running requests: kept for later, aborted, or
     waited for. Those that wait keep their place, new ones queue."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     model_id: str | None = None
     mode: Literal["keep", "abort", "wait"] = "keep"
 
 
-class ResumeRequest(BaseModel):
+class ResumeRequest(Order):
     """POST /resume, in the body or the query."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     model_id: str | None = None
 
 
-def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) -> APIRouter:
-    """The router over this state; `guard` refuses who may not."""
-    router = APIRouter(dependencies=[Depends(guard)])
+def routes(state: ServerState, guard: Guard) -> APIRouter:
+    """The router over this state."""
+    router = guarded(guard)
 
     @router.post("/pause", openapi_extra=schema(PauseRequest, mode=MODES))
     async def pause(request: HttpRequest) -> Response:
-        asked = parse(PauseRequest, await fields(request))
+        asked = await read(PauseRequest, request)
         model_id = state.named(asked.model_id)
         seconds = WAIT_SECONDS if asked.mode == "wait" else STEP_SECONDS
         command = Pause(command_id=command_id(), model=model_id, mode=asked.mode)
@@ -56,7 +61,7 @@ def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) 
 
     @router.post("/resume", openapi_extra=schema(ResumeRequest))
     async def resume(request: HttpRequest) -> Response:
-        asked = parse(ResumeRequest, await fields(request))
+        asked = await read(ResumeRequest, request)
         return await _change(state, Resume(command_id(), state.named(asked.model_id)), STEP_SECONDS, "running")
 
     return router

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,13 +16,14 @@ from xllm_cli.server.instruments import ModelInstruments
 if TYPE_CHECKING:
     from xllm_cli.server.tokenizer import Tokenizer
 
+_SLASHES = re.compile("/{2,}")
 MAX_LISTED = 20  # names in an error
 
 
 @dataclass(slots=True)
 class ServedModel:
     """A model's id, the folder it came from as typed, and what is known once it can be asked: until then `tokenizer`
-    and `ready`, the engine's description, are None."""
+    and `ready`, the engine's description, are None. `num_removals` are the orders under way that it leaves."""
 
     model_id: str
     path: str
@@ -29,6 +31,7 @@ class ServedModel:
     tokenizer: Tokenizer | None = None
     ready: Ready | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    num_removals: int = 0
 
     def is_called(self, name: str) -> bool:
         """The path is an alias: as typed, without the slashes that URLs lose, and whole."""
@@ -64,6 +67,12 @@ class Models:
         """The model with exactly this id."""
         return self.first if model_id == self.first.model_id else self._others.get(model_id)
 
+    def of_url(self, name: str) -> ServedModel | None:
+        """The model with this id, as far as a URL's path can tell ids apart: slashes at the ends, and doubled ones, are
+        lost on their way."""
+        alike = (model for model in self if _SLASHES.sub("/", model.model_id).strip("/") == name)
+        return self.get(name) or next(alike, None)
+
     def find(self, name: str | None, param: str = "model") -> ServedModel:
         """The model of this name, an id before a path; none or an empty name means the first. RequestError 404 that
         names those there are."""
@@ -81,3 +90,10 @@ class Models:
         """Let a model be found from now on."""
         assert self.get(model.model_id) is None, "an id names one model"
         self._others[model.model_id] = model
+
+    def drop(self, model: ServedModel) -> bool:
+        """Let a model be found no more; False if it is not there."""
+        if self.get(model.model_id) is not model or model is self.first:
+            return False
+        del self._others[model.model_id]
+        return True

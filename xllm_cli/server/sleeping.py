@@ -1,4 +1,4 @@
-"""The routes of a model's sleep, in the original's form and in vLLM's. Behind the same guard as the other admin routes.
+"""The routes of a model's sleep, in the original's form and in vLLM's.
 
     POST /sleep   {"model_id", "master_status": 1|2, "park", "mode"}   or   /sleep?level=1|2&mode=…&model_id=…
     POST /wakeup  {"model_id"}                                         or   /wake_up?tags=weights,kv_cache&model_id=…
@@ -8,11 +8,9 @@ Knows what may be asked and how it is answered; what it does is the engine's bus
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict
+from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -20,30 +18,32 @@ from xllm_cli.core import Sleep, Wake
 from xllm_cli.errors import RequestError
 from xllm_cli.server.failures import json_response
 from xllm_cli.server.orders import (
+    MODES,
     MOVE_SECONDS,
     WAIT_SECONDS,
+    Guard,
+    Order,
+    Transfer,
     answer,
     carry_out,
     command_id,
-    fields,
+    guarded,
     need_weights,
+    read,
     refuse_transfer,
     schema,
 )
-from xllm_cli.server.parsing import parse
 from xllm_cli.server.served import ServedModel
 from xllm_cli.server.state import ServerState
 
 TAGS = ("weights", "kv_cache")
-MODES = ["refuse", "wait", "abort"]
 
 
-class SleepRequest(BaseModel):
+class SleepRequest(Order):
     """POST /sleep, in the body or the query. `level` is vLLM's word for `master_status`: 1 keeps a copy of the weights
     on the host, 2 reads the checkpoint to wake. `park` only sets the pages aside, until somebody needs them. `mode`:
     what becomes of open requests."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     model_id: str | None = None
     master_status: Literal[1, 2] | None = None
     level: Literal[1, 2] | None = None
@@ -51,24 +51,21 @@ class SleepRequest(BaseModel):
     mode: Literal["refuse", "wait", "abort"] = "refuse"
 
 
-class WakeRequest(BaseModel):
+class WakeRequest(Transfer):
     """POST /wakeup and POST /wake_up."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     model_id: str | None = None
     master_status: Literal[0] = 0
-    remote_addrs: list[str] = []
-    src_weight_segments: list[Any] = []
 
 
-def routes(state: ServerState, guard: Callable[[HttpRequest], Awaitable[None]]) -> APIRouter:
-    """The router over this state; `guard` refuses who may not."""
-    router = APIRouter(dependencies=[Depends(guard)])
+def routes(state: ServerState, guard: Guard) -> APIRouter:
+    """The router over this state."""
+    router = guarded(guard)
 
     @router.post("/sleep", openapi_extra=schema(SleepRequest, level=[1, 2], mode=MODES))
     async def sleep(request: HttpRequest) -> Response:
         need_weights(state)
-        asked = parse(SleepRequest, await fields(request))
+        asked = await read(SleepRequest, request)
         model = state.models.find(asked.model_id, "model_id")
         command = Sleep(
             command_id=command_id(), model=model.model_id, level=_level(asked), park=asked.park, mode=asked.mode
@@ -113,7 +110,7 @@ def _tags(given: list[str]) -> set[str]:
 
 
 async def _asked(request: HttpRequest, *besides: str) -> WakeRequest:
-    asked = parse(WakeRequest, await fields(request, besides=besides))
+    asked = await read(WakeRequest, request, besides=besides)
     refuse_transfer(asked)
     return asked
 

@@ -42,7 +42,10 @@ class ServerState:
         return "ready" if self.models.first.ready is not None else "loading"
 
     def state_of(self, model: ServedModel) -> str:
-        """awake, light, deep, parked or falling asleep, as the engine last said; loading before that."""
+        """awake, light, deep, parked or falling asleep, as the engine last said; loading before that; leaving while an
+        order that it leaves is under way."""
+        if model.num_removals:
+            return "leaving"
         snapshot = self.client.snapshot
         facts = snapshot.memory.models.get(model.model_id, {}) if snapshot is not None else {}
         return str(facts.get("state", "loading" if model.ready is None else "awake"))
@@ -52,6 +55,16 @@ class ServerState:
         snapshot = self.client.snapshot
         activity = snapshot.models.get(model.model_id) if snapshot is not None else None
         return activity is not None and activity.is_paused
+
+    def is_gone(self, model: ServedModel) -> bool:
+        """The engine, as it last said, does not have it: the answer to an order that it leaves came too late."""
+        snapshot = self.client.snapshot
+        return snapshot is not None and bool(snapshot.models) and model.model_id not in snapshot.models
+
+    def forget(self, model: ServedModel) -> None:
+        """It is gone: it is listed, found and measured no more."""
+        if self.models.drop(model):
+            self.instruments.forget(model.model_id)
 
     def named(self, name: str | None) -> str:
         """The id of a model that an order names; "" where it names none, and means all of them. RequestError 404."""
