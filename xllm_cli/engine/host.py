@@ -159,10 +159,12 @@ class Host:
     def begin_remove(self, name: str, mode: Mode = "refuse") -> Departure:
         """remove(), once the open requests have ended, if they may: with the end of the round in which the last does.
 
-        RequestError 409 if they may not, for the first model, and for one that is being forked or updated; 404 if there
-        is none such.
+        RequestError 409 if they may not, for the first model, and for one that is being forked, updated or woken; 404
+        if there is none such.
         """
-        self._joining.check_settled(name)
+        if self._is_changing(name):
+            text = f"{name} is being forked, updated or woken: wait until that has ended"
+            raise RequestError(text, status=409, code="model_changing", param="model")
         model = self._find(name)
         if model is self._find(""):
             text = (
@@ -184,8 +186,13 @@ class Host:
         self._let_leave()
         departure.result()
 
+    def _is_changing(self, name: str) -> bool:
+        """It is being forked, updated or woken, or another is forked that shares its weights."""
+        model = self._models.get(name)
+        return self._joining.is_about(name, None if model is None else model.loaded)
+
     def _let_leave(self) -> None:
-        for gone in self._leaving.go_on():
+        for gone in self._leaving.go_on(self._is_changing):
             del self._models[gone.name]
             self._turns.forget(gone)
             self._touched.discard(gone)

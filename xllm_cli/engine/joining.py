@@ -47,6 +47,7 @@ class Joining:
         self._limits = limits
         self._room = room
         self.peers = PeerCounters()
+        self._copied: Loaded | None = None  # what a fork in the middle shares
         self.asks = 0  # bytes that are being filled, of which nobody's books know yet
 
     # --- in slices
@@ -66,11 +67,9 @@ class Joining:
         """Something that began has not ended."""
         return bool(self._slices)
 
-    def check_settled(self, name: str) -> None:
-        """RequestError 409 while something that began and has not ended is about the model of this name."""
-        if name in self._slices.names:
-            text = f"{name} is being forked, updated or woken: wait until that has ended"
-            raise RequestError(text, status=409, code="model_changing", param="model")
+    def is_about(self, name: str, loaded: Loaded | None = None) -> bool:
+        """Something that began and has not ended is about the model of this name, or shares what it has loaded."""
+        return name in self._slices.names or (loaded is not None and loaded is self._copied)
 
     def advance(self, seconds: float) -> None:
         """Let some of what began go on for about so long."""
@@ -94,7 +93,11 @@ class Joining:
             self._slices.wait()
         start = self._start.beside(self._limits, path, name, twin, ExitStack())
         wants = self._bytes_of(path) if twin is None else twin.weights.bytes_to_wake
-        built = self._make(build, start, models, wants=wants)
+        self._copied = twin
+        try:
+            built = self._make(build, start, models, wants=wants)
+        finally:
+            self._copied = None
         built.engine.report_neighbours(self.peers)
         return built
 

@@ -9,7 +9,7 @@ Owns who is about to leave, and what those who left had counted: totals only gro
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from xllm_cli.core import Counters, Output, Snapshot, StepEvents
@@ -72,9 +72,10 @@ class Leaving:
         model.is_leaving = True
         return departure
 
-    def go_on(self) -> Iterator[HostedModel]:
-        """Let those go who have nothing open any more; each that is gone."""
-        for model in [model for model in self._departures if not model.engine.has_work]:
+    def go_on(self, is_changing: Callable[[str], bool]) -> Iterator[HostedModel]:
+        """Let those go who have nothing open any more, and to whom nothing else happens; each that is gone."""
+        idle = [model for model in self._departures if not model.engine.has_work]
+        for model in [model for model in idle if not is_changing(model.name)]:
             departure = self._departures[model]
             try:
                 _empty(model)
