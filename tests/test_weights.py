@@ -12,8 +12,8 @@ from xllm_cli.errors import MemoryShortage, ModelError
 from xllm_cli.vmm.driver import FaultyDriver, open_driver
 from xllm_cli.vmm.pool import PagePool
 from xllm_cli.vmm.weights import WeightArena
-from xllm_cli.worker.backup import Backup
-from xllm_cli.worker.weights import Refill, Weights, WeightsError, copy_of
+from xllm_cli.worker.backup import FileBackup
+from xllm_cli.worker.weights import Refill, Weights, WeightsError
 
 PAGE = 4096
 SHAPES = [[3000], [20, 100], [7]]
@@ -28,8 +28,8 @@ class Model:
         self.arena = WeightArena(self.driver, self.pool, 64 * PAGE)
         self.tensors = read(self.arena)
         self.reload: Callable[[Refill], object] = read
-        backup: Backup | None = copy_of(self.arena) if with_copy else None
-        self.weights = Weights(self.arena, self.pool, reload=lambda memory: self.reload(memory), backup=backup)
+        copies = [lambda nbytes: FileBackup()] if with_copy else []
+        self.weights = Weights(self.arena, self.pool, reload=lambda memory: self.reload(memory), copies=copies)
 
     def check(self) -> None:
         self.weights.check()

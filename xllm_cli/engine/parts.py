@@ -5,8 +5,10 @@ Owns what each part is made of; host.py owns the order. Knows no requests and no
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -34,8 +36,11 @@ from xllm_cli.worker.device import Device
 from xllm_cli.worker.group import LocalGroup
 from xllm_cli.worker.kv_store import KvStore, PhysicalKvStore, VirtualKvStore
 from xllm_cli.worker.sharing import Loaded, WeightsShare
-from xllm_cli.worker.weights import Weights, copy_of
+from xllm_cli.worker.staging import Staging
+from xllm_cli.worker.weights import Weights
 from xllm_cli.worker.worker import Worker
+
+log = logging.getLogger("xllm.engine")
 
 RESERVED_PER_BYTE = 4  # addresses for weights per byte of the checkpoint: types may widen, forms be padded
 RESERVED_BESIDES = 1 << 30  # and for tables
@@ -124,7 +129,7 @@ def load_weights(start: Start, pool: PagePool) -> Loaded:
     start.opened.callback(arena.close)
     model = _read_model(start, arena)
     start.progress("copying weights")
-    made = Weights(arena, pool, reload=lambda memory: _read_again(start, memory), backup=copy_of(arena))
+    made = Weights(arena, pool, reload=lambda memory: _read_again(start, memory), copies=device.backups())
     return Loaded(model, WeightsShare(made))
 
 
@@ -143,8 +148,25 @@ def _keep_free(start: Start) -> int:
 
 def _read_model(start: Start, memory: WeightMemory | None) -> Model:
     flags, memory = start.config.model, None if memory is None else _Pausing(memory, start.slices.pause)
-    with closing(open_checkpoint(flags.model)) as checkpoint:
-        return build_model(load_config(flags.model), start.device.open_ops(memory), checkpoint, flags.dtype)
+    began, device = time.monotonic(), start.device
+    manual: AbstractContextManager[Staging | None] = nullcontext()
+    if start.config.implied_manual_loader:
+        manual = device.open_staging()
+    with closing(open_checkpoint(flags.model)) as checkpoint, manual as staging, device.guard():
+        ops = device.open_ops(memory, None if staging is None else staging.put)
+        model = build_model(load_config(flags.model), ops, checkpoint, flags.dtype)
+        if staging is not None:
+            staging.finish()
+    log.info("weights read in %.2f s: %s", time.monotonic() - began, _how_loaded(start, model, staging))
+    return model
+
+
+def _how_loaded(start: Start, model: Model, staging: Staging | None) -> str:
+    if staging is not None:
+        return f"the manual loader copied {staging.nbytes} bytes, staged in {staging.pinned_bytes} of pinned memory"
+    if not start.device.is_host:
+        return f"{model.weight_bytes} bytes, each copied as it was read"
+    return f"{model.weight_bytes} bytes, packed straight into place: the device's memory is the host's"
 
 
 class _Pausing:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from xllm_cli.errors import MemoryShortage, ModelError
+from xllm_cli.errors import DeviceError, MemoryShortage, ModelError
 from xllm_cli.vmm.arena import HOST, Arena
 from xllm_cli.vmm.driver import Driver, VmmError, VmmShortage
 from xllm_cli.vmm.pool import PagePool
@@ -138,12 +138,14 @@ class WeightArena:
             self._kept = {}
             self.state = "absent"
 
-    def restore(self, fill: Fill, *, keep_free: Callable[[], int] = lambda: 0) -> str:
+    def restore(
+        self, fill: Fill, *, keep_free: Callable[[], int] = lambda: 0, settle: Callable[[], None] = lambda: None
+    ) -> str:
         """absent → resident: fresh pages, filled a few at a time by `fill(bytes, offset)`, bytes being uint8 [n]. Host
-        memory is filled by threads while the next pages are made: `fill` must bear that. `keep_free()` is asked before
-        each few.
+        memory is filled by threads while the next pages are made: `fill` must bear that. A device's may be filled
+        later: `settle` returns when all is. `keep_free()` is asked before each few.
 
-        "" if it went well; else why there are no pages, and nothing has changed. What `fill` raises, a pause, and a
+        "" if it went well; else why there are no pages, and nothing has changed. What these raise, a pause, and a
         VmmError, leave it absent too.
         """
         assert self.state == "absent"
@@ -161,6 +163,7 @@ class WeightArena:
                     filled.append(filler.submit(fill, chunk, start))
                 self._await(filled)
             _settle(filled)
+            settle()
             self.state = "resident"
         finally:
             if self.state != "resident":
@@ -194,7 +197,7 @@ class WeightArena:
     def _close(self) -> bool:
         try:
             self.discard()
-        except VmmError:
+        except (VmmError, DeviceError):  # a page, or the fence
             return False
         return self._arena.close()
 

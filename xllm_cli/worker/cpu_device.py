@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from xllm_cli.flags import Config
 from xllm_cli.models.ops import open_ops
-from xllm_cli.models.ops.base import Ops, WeightMemory
+from xllm_cli.models.ops.base import Ops, Put, WeightMemory
 from xllm_cli.vmm.arena import HOST, AnonymousRange
 from xllm_cli.vmm.driver import Driver, open_driver
+from xllm_cli.worker.backup import Backup, FileBackup
 from xllm_cli.worker.kv_store import KvStore
 from xllm_cli.worker.memory import HostMemoryObserver
 
@@ -37,9 +39,18 @@ class CpuDevice:
             total_bytes=self._host.host_memory_bytes or None,
         )
 
-    def open_ops(self, memory: WeightMemory | None = None) -> Ops:
+    def open_ops(self, memory: WeightMemory | None = None, put: Put | None = None) -> Ops:
         """See Device."""
+        assert put is None, "operators of the cpu pack what they read where it stays"
         return open_ops(self.name, memory=memory)
+
+    def open_staging(self) -> AbstractContextManager[None]:
+        """See Device: its memory is the host's."""
+        return nullcontext()
+
+    def backups(self) -> Sequence[Callable[[int], Backup]]:
+        """See Device: in memory a copy would save nothing."""
+        return [lambda nbytes: FileBackup()]
 
     def open_observer(self, driver: Driver, store: KvStore) -> HostMemoryObserver:
         """See Device."""

@@ -7,17 +7,19 @@ policy and no requests.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
 from xllm_cli.errors import DeviceError
 from xllm_cli.flags import Config
-from xllm_cli.models.ops.base import Ops, WeightMemory
+from xllm_cli.models.ops.base import Ops, Put, WeightMemory
 from xllm_cli.vmm.driver import Driver
+from xllm_cli.worker.backup import Backup
 from xllm_cli.worker.graphs import GraphRuntime
 from xllm_cli.worker.kv_store import KvStore, TensorRange
 from xllm_cli.worker.memory import MemoryObserver
+from xllm_cli.worker.staging import Staging
 
 _CLASSES = {
     "cpu": ("xllm_cli.worker.cpu_device", "CpuDevice"),
@@ -49,8 +51,18 @@ class Device(Protocol):
         """The driver of its memory. DeviceError if it cannot be used, with what to do about it."""
         ...
 
-    def open_ops(self, memory: WeightMemory | None = None) -> Ops:
-        """Its operators; `memory` is where they put weights, None the device's usual place."""
+    def open_ops(self, memory: WeightMemory | None = None, put: Put | None = None) -> Ops:
+        """Its operators; `memory` is where they put weights, None the device's usual place, `put` what brings them
+        there, None a plain copy."""
+        ...
+
+    def open_staging(self) -> AbstractContextManager[Staging | None]:
+        """The manual loader: what brings weights into its memory, while the next are read. None where it copies
+        nothing, because the checkpoint's bytes are packed straight into place, or cannot be had."""
+        ...
+
+    def backups(self) -> Sequence[Callable[[int], Backup]]:
+        """The kinds of copy on the host that weights come back from, each for so many bytes, the best first."""
         ...
 
     def open_observer(self, driver: Driver, store: KvStore) -> MemoryObserver:

@@ -7,10 +7,11 @@ vendor's runtime reads, and from the rank: rank r has the r-th visible one.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import cached_property
 from typing import Any, cast
 
@@ -19,27 +20,24 @@ import torch
 from xllm_cli.errors import DeviceError, MemoryShortage
 from xllm_cli.flags import Config
 from xllm_cli.models.ops import open_ops
-from xllm_cli.models.ops.base import Ops, WeightMemory
+from xllm_cli.models.ops.base import Ops, Put, WeightMemory
 from xllm_cli.vmm.driver import Driver, open_driver
+from xllm_cli.worker.backup import Backup, FileBackup, PinnedBackup
 from xllm_cli.worker.graphs import GraphRuntime
 from xllm_cli.worker.kv_store import KvStore
 from xllm_cli.worker.memory import DeviceMemoryObserver
+from xllm_cli.worker.npu_copies import MEANINGS, AclCopies
 from xllm_cli.worker.npu_memory import NpuStatistics
+from xllm_cli.worker.staging import Staging
+
+log = logging.getLogger(__name__)
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+UNPINNED_SHARE = 0.05  # of the host's memory, left for others: pinned pages cannot be swapped
 LARGEST_RANGE = 128 << 30  # of one reservation: the limit of the vendor's kernel driver up to CANN 9
 KDL_EXT_DEV = 12  # DLPack's code for a device that an extension brought to torch
 
-# what a code of the vendor's runtime means for whoever runs the server
-_MEANINGS = {
-    107001: f"there is no such device; see {VISIBLE} and `npu-smi info`",
-    107002: "the thread has no device: an error of this program, please report it",
-    207001: "the device has no memory left",
-    207018: "the device has no memory left",
-    507015: "a kernel touched memory that it must not, and the device's context is lost; start again and report it",
-    507899: "the kernel driver refused; `dmesg` and the files in ~/ascend/log tell why",
-}
 _CODE = re.compile(r"\b(?:error code is |ret(?:code)?[=: ]+|code[=: ]+)(\d{6})\b", re.IGNORECASE)
 
 
@@ -58,20 +56,56 @@ class NpuDevice:
         self.meeting_name = f"npu-{physical_index(visible_devices(os.environ.get(VISIBLE)), self.index)}"
         self.dlpack = (KDL_EXT_DEV, self.index)
         self._page_bytes = config.kv_cache.phy_page_granularity_size
+        self._unclosed: list[Staging] = []
 
     @cached_property
     def _npu(self) -> Any:
         """torch.npu, this device set."""
         return open_npu(self.index)
 
+    @cached_property
+    def _copies(self) -> AclCopies:
+        assert self._npu is not None
+        return AclCopies(self.index)
+
     def open_driver(self) -> Driver:
         """See Device: first, since it tells best what is missing."""
         return open_driver(self.name, page_bytes=self._page_bytes, device_index=self.index)
 
-    def open_ops(self, memory: WeightMemory | None = None) -> Ops:
+    def open_ops(self, memory: WeightMemory | None = None, put: Put | None = None) -> Ops:
         """See Device. DeviceError, in one sentence, without a usable torch_npu."""
         assert self._npu is not None
-        return open_ops(self.name, device_index=self.index, memory=memory)
+        return open_ops(self.name, device_index=self.index, memory=memory, put=put)
+
+    @contextmanager
+    def open_staging(self) -> Iterator[Staging | None]:
+        """See Device."""
+        self._unclosed = [left for left in self._unclosed if not left.close()]
+        try:
+            staging = Staging(self._copies, self._settle)
+        except (MemoryShortage, DeviceError) as error:
+            log.warning("weights are copied as they are read: %s", error)
+            yield None
+            return
+        try:
+            yield staging
+        finally:
+            if not staging.close():
+                self._unclosed.append(staging)
+
+    def _settle(self) -> None:
+        """What uses memory of torch's allocator runs on the current stream: it has ended then."""
+        with self.guard():
+            self._npu.current_stream(self.index).synchronize()
+
+    def backups(self) -> Sequence[Callable[[int], Backup]]:
+        """See Device: pinned memory, which the device copies from by itself; a file without."""
+        return [self._pinned, lambda nbytes: FileBackup(guard=self.guard)]
+
+    def _pinned(self, nbytes: int) -> Backup:
+        with closing(open_driver("cpu", mode="4k")) as host:
+            free = host.info().free - round(UNPINNED_SHARE * host.info().total)
+        return PinnedBackup(self._copies, nbytes, free=free, fence=self.fence)
 
     def open_observer(self, driver: Driver, store: KvStore) -> DeviceMemoryObserver:
         """See Device."""
@@ -184,7 +218,7 @@ def explain(error: BaseException) -> str:
     """An error of torch_npu in one sentence: its first line, its code and what that means."""
     text = str(error)
     code = next((int(found) for found in _CODE.findall(text)), None)
-    meaning = _MEANINGS.get(code, "") if code is not None else ""
+    meaning = MEANINGS.get(code, "") if code is not None else ""
     known = f" (code {code}{': ' if meaning else ''}{meaning})" if code is not None else ""
     return f"{first_line(error)}{known}"
 

@@ -13,13 +13,14 @@ Knows no request and no KV.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
 import torch
 
-from xllm_cli.errors import MemoryShortage, ModelError, XllmError
+from xllm_cli.errors import DeviceError, MemoryShortage, ModelError, XllmError
 from xllm_cli.vmm.driver import VmmError
 from xllm_cli.vmm.pool import PagePool
 from xllm_cli.vmm.weights import CHANGED, WeightArena
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 State = Literal["awake", "light", "deep", "parked"]
 LEVELS: dict[int, State] = {1: "light", 2: "deep"}
+NO_COPY = "a light sleep wakes by reading the checkpoint again"
 
 
 class User(Protocol):
@@ -50,7 +52,7 @@ def _refusals() -> Iterator[None]:
     """What may go wrong without anybody's fault leaves as a WeightsError."""
     try:
         yield
-    except (VmmError, OSError, ModelError, MemoryShortage) as error:
+    except (VmmError, OSError, ModelError, MemoryShortage, DeviceError) as error:
         raise WeightsError(str(error)) from error
     except (RuntimeError, MemoryError) as error:
         if bytes_refused(error) is None:
@@ -61,17 +63,24 @@ def _refusals() -> Iterator[None]:
 class Weights:
     """One model's arena and what can fill it again.
 
-    `reload` reads the checkpoint into the memory it is given, in the order in which it was loaded. `backup` None: there
-    is no room for a copy, so that a light sleep wakes as a deep one.
+    `reload` reads the checkpoint into the memory it is given, in the order in which it was loaded. `copies` are the
+    kinds of copy to try, see copy_of(). Without any a light sleep wakes as a deep one.
     """
 
     def __init__(
-        self, arena: WeightArena, pool: PagePool, *, reload: Callable[[Refill], None], backup: Backup | None
+        self,
+        arena: WeightArena,
+        pool: PagePool,
+        *,
+        reload: Callable[[Refill], None],
+        copies: Sequence[Callable[[int], Backup]],
     ) -> None:
+        """Awake, with a copy."""
         self._arena = arena
         self.pool = pool
         self._reload = reload
-        self._backup = backup
+        self._copies = copies
+        self._backup = copy_of(arena, pool, copies)
         self.state: State = "awake"
         self.users: list[User] = []
         self.are_coming = False  # a wake-up is in the middle, see sharing.py
@@ -103,9 +112,8 @@ class Weights:
         assert self.state != "deep" and level in LEVELS
         if self.state != "light":
             self._let_go(self._arena.discard)
-        if level == 2 and self._backup is not None:
-            self._backup.close()
-            self._backup = None
+        if level == 2:
+            self._drop_backup()
         self.state = LEVELS[level]
         self.pool.trim()  # only now: it may close what was left over, and somebody looks at the state then
 
@@ -147,7 +155,7 @@ class Weights:
             return ""
         self._arena.discard()  # what a wake-up that failed could not give back
         if self._backup is not None:
-            return self._arena.restore(self._backup.fill, keep_free=keep_free)
+            return self._arena.restore(self._backup.fill, keep_free=keep_free, settle=self._backup.settle)
         return self._read_again(keep_free)
 
     def _read_again(self, keep_free: Callable[[], int]) -> str:
@@ -157,7 +165,7 @@ class Weights:
             refill = Refill(self._arena)
             self._reload(refill)
             refill.finish()
-            self._backup = copy_of(self._arena)
+            self._backup = copy_of(self._arena, self.pool, self._copies)
         except BaseException:
             self._arena.discard()
             self.pool.trim()
@@ -172,9 +180,11 @@ class Weights:
 
     def close(self) -> bool:
         """Give everything back; False if a page or a tensor is still in use."""
-        if self._backup is not None:
-            self._backup.close()
-        return self._arena.close()
+        return all([self._drop_backup(), self._arena.close()])
+
+    def _drop_backup(self) -> bool:
+        backup, self._backup = self._backup, None
+        return backup is None or self.pool.closes(backup.close)
 
 
 class Refill:
@@ -195,21 +205,28 @@ class Refill:
             raise ModelError(CHANGED)
 
 
-def copy_of(arena: WeightArena) -> Backup | None:
-    """A copy on the host; None, with a warning, where there is no room for it."""
-    try:
-        backup = Backup()
-    except OSError as error:
-        log.warning("no copy of the weights: %s; a light sleep wakes by reading the checkpoint again", error)
-        return None
+def copy_of(arena: WeightArena, pool: PagePool, kinds: Sequence[Callable[[int], Backup]]) -> Backup | None:
+    """A copy on the host, of the first of these kinds, each for so many bytes, that there is room for; a warning says
+    why it is not the one before. None where there is room for none."""
+    for position, kind in enumerate(kinds):
+        began = time.monotonic()
+        try:
+            backup = _written(arena, pool, kind(arena.used))
+        except (OSError, MemoryShortage, DeviceError) as error:
+            follows = "another kind is tried" if position + 1 < len(kinds) else NO_COPY
+            log.warning("no copy of the weights: %s; %s", error, follows)
+        else:
+            seconds = time.monotonic() - began
+            log.info("a copy of the weights, %d bytes, is in %s after %.2f s", backup.nbytes, backup.place, seconds)
+            return backup
+    return None
+
+
+def _written(arena: WeightArena, pool: PagePool, backup: Backup) -> Backup:
     try:
         backup.write(arena.read)
-    except OSError as error:
-        backup.close()
-        log.warning("no copy of the weights: %s; a light sleep wakes by reading the checkpoint again", error)
-        return None
-    except BaseException:  # called off
-        backup.close()
+    except BaseException:  # called off, too
+        pool.closes(backup.close)
         raise
     return backup
 

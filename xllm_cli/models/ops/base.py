@@ -8,7 +8,7 @@ sums are float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -38,6 +38,11 @@ class Linear:
     depth: int
     form: str
     dtype: torch.dtype
+
+
+# Fills memory of the operators' device from a tensor of the host of the same shape, in the type of the former: at once,
+# or by when whoever gave it says that all is done. The tensor of the host may go when it has returned.
+Put = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 class WeightMemory(Protocol):

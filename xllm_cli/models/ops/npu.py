@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from xllm_cli.errors import ModelError
 from xllm_cli.models.batch import Batch, LayerKV
-from xllm_cli.models.ops.base import Heads, Linear, WeightMemory
+from xllm_cli.models.ops.base import Heads, Linear, Put, WeightMemory
 from xllm_cli.models.ops.npu_operators import NpuOperators, OperatorsElsewhere
 
 _MASK_SIDE = 2048  # the one size of mask that the causal and the band mode take, whatever the context
@@ -90,10 +90,11 @@ class NpuOps:
         operators: OperatorsElsewhere | None = None,
         *,
         memory: WeightMemory | None = None,
+        put: Put | None = None,
     ) -> None:
         """torch_npu is loaded and the device set by then. `operators` replaces the vendor's and names its device.
 
-        `memory`: where weights go; None is torch's allocator.
+        `memory`: where weights go; None is torch's allocator. `put`: what brings them there; None is a plain copy.
         """
         if operators is None:
             self.device = torch.device("npu", device_index)
@@ -102,6 +103,7 @@ class NpuOps:
             self.device = operators.device
             self._operators = operators
         self._memory = memory or TorchMemory(self.device)
+        self._put: Put = put or torch.Tensor.copy_
         self._angles = Angles()
         self._mask = torch.ones((_MASK_SIDE, _MASK_SIDE), dtype=torch.int8).triu(1).to(self.device)
 
@@ -146,7 +148,7 @@ class NpuOps:
         weight = self._memory.take((columns, depth), first.dtype)
         done = 0
         for part in (first, *waiting):
-            weight[done : done + part.shape[0]] = part.to(self.device)
+            self._put(weight[done : done + part.shape[0]], part)
             done += part.shape[0]
         assert done == columns
         packed_bias = None if bias is None else self._keep(bias.to(first.dtype))
@@ -161,7 +163,8 @@ class NpuOps:
     def pack_head(self, weight: torch.Tensor) -> Linear:
         """See Ops: float32, twice the memory of bfloat16, since the matrix product rounds to its inputs' type."""
         columns, depth = weight.shape
-        wide = self._memory.take((columns, depth), torch.float32).copy_(weight)
+        wide = self._memory.take((columns, depth), torch.float32)
+        self._put(wide, weight)
         return Linear(wide, None, columns, depth, "wide", weight.dtype)
 
     def pack_norm(self, weight: torch.Tensor, model_dtype: torch.dtype) -> torch.Tensor:
@@ -176,7 +179,9 @@ class NpuOps:
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in the memory of the weights."""
-        return self._memory.take(tensor.shape, tensor.dtype).copy_(tensor)
+        kept = self._memory.take(tensor.shape, tensor.dtype)
+        self._put(kept, tensor)
+        return kept
 
     def place(self, batch: Batch) -> PlacedBatch:
         """See Ops. The lengths are read where they are: keep them on the host, else the device is waited for."""
