@@ -76,8 +76,6 @@ class Names:
         assert self.model.pool.owned == sum(held) == self.model.driver.usage()["handles"]
         for name in self.open:
             self.shares[name].check()
-            others = [self.wanted[other] for other in self.open if other != name]
-            assert self.shares[name].is_needed_by_others == ("awake" in others)
 
     def check_truth(self) -> None:
         """As check(), while the device may keep a page or the pool one that is free."""

@@ -51,18 +51,9 @@ class HostedModel:
         return 0 if self.loaded is None else self.loaded.weights.mapped_bytes + self.loaded.weights.parked_bytes
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of the pool's pages that would come free if it slept and nobody shared its weights."""
-        return self.kv_in_pool + (self.weight_bytes if self.engine.model_state == "awake" else 0)
-
-    @property
     def kv_in_pool(self) -> int:
         """Bytes of KV in the pool's pages; a physical cache has memory of its own."""
         return self.cache.kv_bytes if self.cache.page_bytes > 1 else 0
-
-    def shares_awake_weights(self) -> bool:
-        """Another name needs the same pages."""
-        return self.loaded is not None and self.loaded.weights.is_needed_by_others
 
     def has_seen(self, now: float) -> None:
         """After a step: when was it used, since when is it awake?"""

@@ -56,6 +56,11 @@ class Needs:
         return self._slumber.missing
 
     @property
+    def is_tight_to_wake(self) -> bool:
+        """It is being woken, and nobody should take much of what is free meanwhile."""
+        return self._slumber.is_waking and self._slumber.is_tight()
+
+    @property
     def waits_since(self) -> float | None:
         """When the head of the queue came; None if nobody waits."""
         waiting = self._scheduler.waiting

@@ -8,7 +8,8 @@ What a model lacks comes from the others, in this order, as far as it is needed:
 
 If that is not enough and somebody has waited for CLAIM_SECONDS, whoever waits longest claims: models that have been
 awake for AWAKE_SECONDS admit nobody until they have run dry, sleep then (with --auto_sleep and --auto_wake, though
-requests wait), and come back by a claim of their own. Knows no request and no page.
+requests wait), and come back by a claim of their own. Nobody is held back for what running dry could not bring. Names
+that share weights sleep together, or none does. Knows no request and no page.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Room:
 
     def __init__(self, *, auto_sleep: bool, auto_wake: bool, clock: Callable[[], float]) -> None:
         self._auto_sleep = auto_sleep
-        self._auto_wake = auto_wake
+        self._takes_turns = auto_sleep and auto_wake
         self._clock = clock
 
     def settle(self, stepped: Sequence[HostedModel], models: Sequence[HostedModel]) -> list[HostedModel]:
@@ -50,10 +51,9 @@ class Room:
         """Take up to `nbytes`, a little more in whole pages, from the others of `models`; returns how many came."""
         others = [other for other in models if other is not model]
         got = self.spare(nbytes, others)
-        if self._auto_sleep:
-            for other in sorted(others, key=lambda other: other.last_used):
-                if got < nbytes and not other.engine.has_work:
-                    got += self._put_to_sleep(other, model)
+        for names in sorted(_sharing(models), key=_last_used) if self._auto_sleep else ():
+            if got < nbytes and model not in names and not any(name.engine.has_work for name in names):
+                got += _put_to_sleep(names, model)
         return got
 
     def spare(self, nbytes: int, models: Sequence[HostedModel]) -> int:
@@ -63,19 +63,6 @@ class Room:
             if got < nbytes:
                 got += model.engine.give_up_parked()
         return got
-
-    def _put_to_sleep(self, other: HostedModel, model: HostedModel | None) -> int:
-        """What that brings; nothing is done if it brings nothing: somebody else needs the same weights."""
-        held = other.held_bytes
-        if other.engine.model_state != "awake" or not held or other.shares_awake_weights():
-            return 0
-        try:
-            other.engine.doze()
-        except RequestError as error:
-            log.warning("%s cannot make room: %s", other.name, error.message)
-            return 0
-        log.info("%s sleeps to make room%s", other.name, f" for {model.name}" if model else "")
-        return held - other.held_bytes
 
     # --- claims
 
@@ -89,17 +76,79 @@ class Room:
             model.engine.gives_way = False
         if claimant is not None:
             self._hold_others(claimant, models, now)
+        for model in models:
+            if model.engine.needs.is_tight_to_wake:
+                _hold(other for other in models if other is not model and other.cache.page_bytes > 1)
 
     def _hold_others(self, claimant: HostedModel, models: Sequence[HostedModel], now: float) -> None:
         wanted = claimant.engine.needs.of_pool
-        others = [m for m in models if m is not claimant and m.held_bytes and now - m.awake_since >= AWAKE_SECONDS]
-        for other in sorted(others, key=lambda other: other.awake_since):
-            if wanted <= 0:
-                return
-            wanted -= other.held_bytes
-            other.engine.gives_way = True
-            if self._auto_sleep and self._auto_wake and not other.engine.is_running:
-                self._put_to_sleep(other, claimant)
+        groups = [_Group(names, claimant, takes_turns=self._takes_turns) for names in _sharing(models)]
+        if sum(group.most for group in groups) < wanted:
+            return  # nobody waits for what does not come
+        for group in sorted(groups, key=lambda group: group.awake_since):
+            if wanted > 0 and group.most and now - group.awake_since >= AWAKE_SECONDS:
+                wanted -= group.most
+                _hold(group.others)
+                if group.may_sleep and not any(other.engine.is_running for other in group.others):
+                    _put_to_sleep(group.others, claimant)
+
+
+class _Group:
+    """Those who share weights, as a claimant sees them: `others` are they without itself."""
+
+    def __init__(self, names: Sequence[HostedModel], claimant: HostedModel, *, takes_turns: bool) -> None:
+        self.others = [name for name in names if name is not claimant]
+        self.may_sleep = takes_turns and len(self.others) == len(names) and _are_awake(names)
+        self.awake_since = max((other.awake_since for other in self.others), default=0.0)
+
+    @property
+    def most(self) -> int:
+        """Bytes that come once they have run dry."""
+        return _held(self.others) if self.may_sleep else sum(other.kv_in_pool for other in self.others)
+
+
+def _sharing(models: Iterable[HostedModel]) -> list[list[HostedModel]]:
+    """The names that hold weights in pages; those that share them together."""
+    found: dict[int, list[HostedModel]] = {}
+    for model in models:
+        if model.loaded is not None and model.loaded.weights.state == "awake":
+            found.setdefault(model.weights_id, []).append(model)
+    return list(found.values())
+
+
+def _last_used(names: Sequence[HostedModel]) -> float:
+    return max(name.last_used for name in names)
+
+
+def _are_awake(names: Sequence[HostedModel]) -> bool:
+    """None is falling asleep already."""
+    return all(name.engine.model_state == "awake" for name in names)
+
+
+def _held(names: Sequence[HostedModel]) -> int:
+    """Bytes of pages of names that share weights."""
+    return sum(name.kv_in_pool for name in names) + (names[0].weight_bytes if names else 0)
+
+
+def _hold(models: Iterable[HostedModel]) -> None:
+    """They admit nobody, until this is looked at again."""
+    for model in models:
+        model.engine.gives_way = True
+
+
+def _put_to_sleep(names: Sequence[HostedModel], model: HostedModel | None) -> int:
+    """What that brings, of names that are all that share their weights."""
+    before = _held(names)
+    if not _are_awake(names) or not before:
+        return 0
+    for name in names:
+        try:
+            name.engine.doze()
+        except RequestError as error:
+            log.warning("%s cannot make room: %s", name.name, error.message)
+        else:
+            log.info("%s sleeps to make room%s", name.name, f" for {model.name}" if model else "")
+    return before - _held(names)
 
 
 def _borrow(others: Sequence[HostedModel], nbytes: int) -> int:

@@ -204,6 +204,12 @@ class Slumber:
         seen = self._cache.observations[0]
         return seen.free_handles + (0 if weights.is_fixed else seen.free - self._cache.keep_free())
 
+    def is_tight(self) -> bool:
+        """Not twice as much is free as the wake-up that is in the middle, or about to begin, has still to take."""
+        weights = self._need_weights()
+        rest = weights.claimed_bytes - weights.mapped_bytes if weights.are_coming else weights.bytes_to_wake
+        return self._bytes_free(weights) < 2 * rest
+
     def missing_bytes(self, now: float) -> int:
         """What a wake-up of a moment ago lacked of the device's free memory."""
         return self.missing if self._cache.limits.elastic and now < self._missing_until else 0

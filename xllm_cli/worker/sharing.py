@@ -41,11 +41,6 @@ class WeightsShare:
         return max(self._wanted, self._weights.state, key=DEPTH.__getitem__)
 
     @property
-    def is_needed_by_others(self) -> bool:
-        """Another name uses them and is awake."""
-        return any(user.state == "awake" for user in self._weights.users if user is not self)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of pages that the parameters need when awake, shared or not."""
         return self._weights.nbytes
