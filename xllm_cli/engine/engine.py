@@ -269,7 +269,13 @@ class Engine:
 
     def bring_back(self) -> None:
         """wake(), of a model that is asleep, though `is_waking`."""
-        self._slumber.wake(self._clock)
+        try:
+            self._slumber.wake(self._clock)
+        except RequestError:
+            if not self._slumber.missing or not self._group.relieve():
+                raise
+            self.look()
+            self._slumber.wake(self._clock)
         self.look()
 
     @property

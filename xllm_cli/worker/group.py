@@ -28,6 +28,10 @@ class Group(Protocol):
         """The tightest rank's memory, now."""
         ...
 
+    def relieve(self) -> int:
+        """Pages are short outside a step: bytes that an allocator cached, and that no step needs, went back."""
+        ...
+
     @property
     def weights(self) -> WeightsShare | None:
         """The model's parameters on every rank, where they can sleep; None where they are ordinary tensors."""
@@ -63,6 +67,10 @@ class LocalGroup:
     def observe(self) -> Observation:
         """See Group."""
         return self._worker.observe()
+
+    def relieve(self) -> int:
+        """See Group."""
+        return self._worker.relieve()
 
     @property
     def weights(self) -> WeightsShare | None:

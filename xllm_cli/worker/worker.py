@@ -84,6 +84,10 @@ class Worker:
         self._observer.begin_step()
         return self._observer.observe()
 
+    def relieve(self) -> int:
+        """Bytes that the device got back of what an allocator only cached."""
+        return self._observer.relieve()
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan. Without its pages no row runs; surplus handles leave only after a step that had them."""
         started = time.perf_counter()
