@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from xllm_cli.cache.manager import CacheManager
+from xllm_cli.engine.slices import forget_frames
 from xllm_cli.errors import RequestError
 from xllm_cli.worker.sharing import WeightsShare
 from xllm_cli.worker.weights import WeightsError
@@ -168,6 +169,7 @@ class Slumber:
         try:
             short = self._shortage(weights) or weights.wake(keep_free=self._cache.keep_free)
         except WeightsError as error:
+            forget_frames(error)  # whoever keeps the refusal keeps no tensor over pages that are gone
             text = f"the weights could not be brought back: {error}; the model is still {_asleep(weights.state)}"
             raise RequestError(text, status=503, code="wake_failed", retry_after=RETRY_SECONDS) from error
         finally:
