@@ -21,7 +21,7 @@ from xllm_cli.engine.commands import Commands
 from xllm_cli.engine.slices import CalledOff, Sliced
 from xllm_cli.engine.slumber import LIGHT, Bed
 from xllm_cli.vmm.weights import WeightArena
-from xllm_cli.worker.backup import Backup
+from xllm_cli.worker.backup import FileBackup
 
 LLAMA, QWEN = tiny_checkpoint("llama"), tiny_checkpoint("qwen3")
 BEDS = pytest.mark.parametrize("bed", [Bed(1), Bed(2)], ids=lambda bed: bed.state)
@@ -337,7 +337,7 @@ def test_a_wake_up_that_failed_for_another_reason_asks_nobody_for_memory(
         raise OSError("disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Backup, "fill", fail)
+        patch.setattr(FileBackup, "fill", fail)
         assert code_of(engine.wake) == (503, "wake_failed")
     assert engine.needs.of_weights == 0
     engine.wake()

@@ -50,12 +50,14 @@ class Sliced(Generic[Made]):
         self._is_called_off = False
         self._go = threading.Event()
         self._paused = threading.Event()
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self.is_done = False
 
     def _run(self) -> None:
         self._wait()
         self._run_here()
+        self._ended.set()
         self._paused.set()
 
     def _run_here(self) -> None:
@@ -134,14 +136,15 @@ class Sliced(Generic[Made]):
     def call_off(self) -> None:
         """End it where it pauses next; what it had begun is the work's to undo. Returns once it has: further interrupts
         wait for that, too."""
-        if self.is_done:
-            return
+        while not self.is_done:
+            with suppress(KeyboardInterrupt, SystemExit):
+                self._end()
+
+    def _end(self) -> None:
         self._is_called_off = True
         self._go.set()  # wherever it waits
-        deadline = time.monotonic() + END_SECONDS
-        while self._thread is not None and self._thread.is_alive() and time.monotonic() < deadline:
-            with suppress(KeyboardInterrupt, SystemExit):
-                self._thread.join(POLL_SECONDS)
+        if self._thread is not None:
+            self._ended.wait(END_SECONDS)  # an interrupted join() would call the thread stopped
         if not self._made:
             self._error = self._error or CalledOff()
         self._work = None
