@@ -174,6 +174,11 @@ class Models:
         self.llm.host.fork(name, str(path), level)
         self.of[name] = path
 
+    def remove(self, name: str) -> None:
+        """One name less; forgotten only if it goes."""
+        self.llm.host.remove(name)
+        del self.of[name]
+
     def update(self, name: str, path: Path) -> None:
         """Other weights for a name."""
         self.llm.host.update(name, str(path))

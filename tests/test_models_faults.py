@@ -1,4 +1,4 @@
-"""Models that join, change, sleep and wake on a device that refuses each of its verbs at every step of it.
+"""Models that join, leave, change, sleep and wake on a device that refuses each of its verbs at every step of it.
 
 Whatever is refused: the command says so with a status, all models answer as before, nothing leaks, and trying again
 works.
@@ -123,6 +123,28 @@ def test_an_update_may_be_refused_at_every_step(twisted: Path, twin: str | None,
 
     with closing_clean(open_llm("elastic")) as llm:
         campaign(Models(llm), Change(exchange, fork_again), shortage=shortage)
+
+
+@pytest.mark.parametrize("bed", [None, "deep", "parked"])
+@pytest.mark.parametrize("twin", [None, "awake", "asleep"])
+def test_a_removal_may_be_refused_at_every_step(twisted: Path, twin: str | None, bed: str | None) -> None:
+    """Refused, it stays what it was, serves or sleeps on, and leaves when it is asked again."""
+
+    def come(models: Models) -> None:
+        if "leaves" not in models.of:
+            models.fork("leaves", twisted)
+            answers(models.llm, "leaves")
+        engine = models.llm.host.engine("leaves")
+        if bed is not None and engine.model_state != BEDS[bed].state:
+            engine.sleep(BEDS[bed])
+
+    with closing_clean(open_llm("elastic")) as llm:
+        models = Models(llm)
+        if twin is not None:
+            models.fork("twin", twisted)
+        if twin == "asleep":
+            llm.host.engine("twin").sleep(Bed(1))
+        campaign(models, Change(lambda models, _: models.remove("leaves"), come), shortage=False)
 
 
 def another(folder: Path, name: str) -> Path:

@@ -1,10 +1,13 @@
-"""Whatever order models of one pool fork, sleep, park, wake, change and answer in: each answers as if it were alone,
-its weights are the checkpoint's to the byte, and every page is counted."""
+"""Whatever order models of one pool fork, leave, sleep, park, wake, change and answer in: each answers as if it were
+alone, its weights are the checkpoint's to the byte, and every page is counted."""
 
 from __future__ import annotations
 
 import gc
+import os
 import random
+import threading
+import time
 from pathlib import Path
 from random import Random
 
@@ -13,6 +16,7 @@ from checkpoints import tiny_checkpoint
 from pool_models import KINDS, MIB, PAGE, Models, alone, answers, closing_clean, driver_of, hosted, open_llm
 from pool_models import twisted as make_twisted
 
+from xllm_cli import LLM
 from xllm_cli.engine.slumber import Bed
 from xllm_cli.errors import RequestError
 
@@ -38,8 +42,8 @@ class Order:
         self.paused: set[str] = set()
 
     def go(self, steps: int) -> None:
-        verbs = [self.fork, self.sleep, self.sleep, self.wake, self.update, self.answer, self.answer, self.pause]
-        verbs += [self.limit, self.trim, self.idle]
+        verbs = [self.fork, self.fork, self.remove, self.sleep, self.sleep, self.wake, self.update, self.answer]
+        verbs += [self.answer, self.pause, self.limit, self.trim, self.idle]
         for _ in range(steps):
             verb = self.numbers.choice(verbs)
             name = self.numbers.choice(list(self.models.of))
@@ -52,10 +56,19 @@ class Order:
 
     def fork(self, _: str) -> None:
         if len(self.models.of) < NAMES:
-            name = f"model-{len(self.models.of)}"
+            name = next(name for number in range(NAMES) if (name := f"model-{number}") not in self.models.of)
             level = self.numbers.choice([0, 0, 1, 2])
             self.models.fork(name, self.numbers.choice(self.paths), level)
             assert self.host.engine(name).model_state == ["awake", "light", "deep"][level]
+
+    def remove(self, name: str) -> None:
+        if name == "llama":
+            with pytest.raises(RequestError, match="the model that the server started with") as caught:
+                self.models.remove(name)
+            assert (caught.value.status, caught.value.code) == (409, "first_model")
+        else:
+            self.models.remove(name)
+            self.paused.discard(name)
 
     def sleep(self, name: str) -> None:
         bed, engine = self.numbers.choice(BEDS), self.host.engine(name)
@@ -160,6 +173,51 @@ def test_a_hundred_cycles_leak_nothing(twisted: Path) -> None:
         ]
         assert private_bytes() - uss < SLACK
         models.check_answers()
+
+
+def test_a_hundred_who_came_and_left_leave_nothing(twisted: Path) -> None:
+    """Nor do their threads, files and addresses stay."""
+    with closing_clean(open_llm("elastic")) as llm:
+        models = Models(llm)
+        models.fork("stays", tiny_checkpoint("qwen3"))
+        come_and_go(models, twisted)
+        held, traces, uss = held_by(llm), traces_of_process(), private_bytes()
+        for _ in range(100 // len(BEDS)):
+            come_and_go(models, twisted)
+        assert held_by(llm) == held
+        assert private_bytes() - uss < SLACK
+        assert all(now <= before for now, before in zip(traces_of_process(), traces, strict=True)), traces
+        models.check_answers()
+
+
+def come_and_go(models: Models, twisted: Path) -> None:
+    """A twin and one of other weights, both to leave out of each bed, and awake."""
+    for bed in [None, *BEDS[1:]]:
+        for name, path in (("twin", tiny_checkpoint("llama")), ("changed", twisted)):
+            models.fork(name, path)
+            answers(models.llm, name)
+            if bed is not None:
+                models.llm.host.engine(name).sleep(bed)
+        for name in ("changed", "twin"):
+            models.remove(name)
+    models.llm.idle()
+    models.llm.host.trim()
+    models.llm.idle()
+
+
+def held_by(llm: LLM) -> dict[str, int]:
+    return {kind: number for kind, number in driver_of(llm).usage().items() if kind in ("handles", "ranges", "mapped")}
+
+
+def traces_of_process() -> tuple[int, int, int, int]:
+    """Threads, files, mappings and pages of addresses, once what ends by itself has ended."""
+    deadline = time.monotonic() + 10
+    while any(thread.name == "backup" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    gc.collect()
+    mappings = len(Path("/proc/self/maps").read_text().splitlines())
+    addresses = int(Path("/proc/self/statm").read_text().split()[0])
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), mappings, addresses
 
 
 def cycle(models: Models, twisted: Path) -> None:

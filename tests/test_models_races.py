@@ -1,5 +1,5 @@
-"""Requests to several models of one pool, raced with aborts, sleeps, wake-ups, pauses and forks: every request ends
-exactly once, none hangs, and what was answered is what the model answers alone."""
+"""Requests to several models of one pool, raced with aborts, sleeps, wake-ups, pauses, forks and removals: every
+request ends exactly once, none hangs, and what was answered is what the model answers alone."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from xllm_cli.core import (
     Fork,
     Output,
     Pause,
+    Remove,
     Request,
     Resume,
     SamplingParams,
@@ -48,10 +49,10 @@ from xllm_cli.engine.commands import Commands
 
 ENDED_BY = {"model_sleeping", "paused", "model_not_found"}  # why a request may end without an answer
 REFUSED = {"model_busy", "already_asleep", "already_awake", "falling_asleep", "model_waking", "model_sleeping",
-           "model_exists", "model_invalid"}  # fmt: skip
+           "model_exists", "model_invalid", "first_model", "model_changing", "model_not_found"}  # fmt: skip
 FLOOR = 64 * MIB  # that growth leaves free on any host
 SHORT = {"model_memory_unavailable", "weights_memory_unavailable"}
-FAILED = {"sleep_failed", "wake_failed"}
+FAILED = {"sleep_failed", "wake_failed", "remove_failed"}
 FAULTS = 6
 TIGHT = {"max_cache_size": 3 * MIB, "auto_sleep": True, "auto_wake": True}
 MOST_STEPS = 4000  # until all that was asked for has ended, once nothing new comes
@@ -126,6 +127,7 @@ class Race:
             Pause(command_id=command_id, model=some, mode=numbers.choice(["keep", "abort", "wait"])),
             Resume(command_id, some), Resume(command_id, ""),
             Fork(command_id=command_id, model=f"model-{numbers.randrange(4)}", model_path=path, level=level // 2),
+            Remove(command_id=command_id, model=name, mode=mode),
             UpdateWeights(command_id=command_id, model=min(self.models.of), model_path=path),
             SetLimit(command_id, numbers.choice([None, 2 * PAGE, 4 * PAGE]), some),
             Trim(command_id, numbers.choice([None, PAGE]), some),
@@ -166,6 +168,9 @@ class Race:
             assert done.error.code in self.refused, done.error
         elif isinstance(command, Fork) and command.model not in self.models.of:
             self.models.of[command.model] = Path(command.model_path)
+        elif isinstance(command, Remove):
+            assert done.after == "absent"
+            self.models.of.pop(command.model, None)
         elif isinstance(command, UpdateWeights):
             self.models.of[command.model] = Path(command.model_path)
             self.has_changed.add(command.model)
