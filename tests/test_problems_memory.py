@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 from simulated import MIB, Accelerator
 
 from xllm_cli import LLM
 from xllm_cli.core import SamplingParams
 from xllm_cli.engine.slumber import Bed
+from xllm_cli.vmm.driver import open_driver
+from xllm_cli.vmm.pool import PagePool
+from xllm_cli.vmm.weights import WeightArena
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 TEMPORARY = 8 * MIB
@@ -34,3 +40,38 @@ def test_a_wake_up_gets_what_an_allocator_only_caches(
         if is_ordered:
             llm.engine.wake()
         assert tokens(llm) == expected and accelerator.allocator.num_emptied == 1
+
+
+PAGE, PAGES = 4096, 20
+
+
+def break_off_a_filling(arena: WeightArena) -> None:
+    """Its pages leave again, perhaps in the middle of a copy."""
+
+    def fill(chunk: torch.Tensor, offset: int) -> None:
+        raise OSError("the disk fails")
+
+    arena.discard()
+    with pytest.raises(OSError, match="the disk fails"):
+        arena.restore(fill)
+
+
+LEAVING: dict[str, Callable[[WeightArena], object]] = {
+    "park": WeightArena.park,
+    "discard": WeightArena.discard,
+    "close": WeightArena.close,
+    "a filling that fails": break_off_a_filling,
+}
+
+
+@pytest.mark.parametrize("way", LEAVING)
+def test_pages_of_weights_leave_only_after_the_work_on_them(way: str) -> None:
+    driver = open_driver("cpu", page_bytes=PAGE)
+    pool, seen = PagePool(driver, page_bytes=PAGE), []
+    arena = WeightArena(driver, pool, PAGES * PAGE, fence=lambda: seen.append(driver.usage()["mapped"]))
+    arena.take([PAGES * PAGE // 4], torch.float32)
+    LEAVING[way](arena)
+    assert seen[0] == PAGES and all(seen), "the device is waited for while the pages are still there"
+    assert len(seen) == (2 if "fails" in way else 1)
+    assert arena.close()
+    pool.close()
