@@ -23,17 +23,18 @@ from xllm_cli.engine.host import Host
 from xllm_cli.engine.loop import Loop
 from xllm_cli.engine.parent import Parent
 from xllm_cli.engine.start import build_first
+from xllm_cli.server.state import ServerState
 from xllm_cli.server.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 
 
 class LocalServing:
-    """POST to an application whose engine runs in a thread."""
+    """Requests to an application, over `state`, whose engine runs in a thread."""
 
-    def __init__(self, folder: Path, model: Path, state: Any) -> None:
+    def __init__(self, folder: Path, model: Path, state: ServerState) -> None:
         self._folder = folder
-        self._state = state
+        self.state = state
         self._app = app_of(state)
         self._death = os.pipe()
         self._ready = self._build(model)
@@ -60,17 +61,21 @@ class LocalServing:
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         """The whole answer; a stream is read to its end."""
+        return self.request("POST", path, **body)
+
+    def request(self, method: str, path: str, **body: Any) -> httpx.Response:
+        """As post()."""
 
         async def once() -> httpx.Response:
             transport = httpx.ASGITransport(self._app, client=("127.0.0.1", 50000))
             async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as http:
-                return await http.post(path, json=body)
+                return await http.request(method, path, json=body)
 
         return asyncio.run(self._hear(once()))
 
     async def _hear(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Do something while the engine's messages are read."""
-        receiving = asyncio.create_task(self._state.client.receive())
+        receiving = asyncio.create_task(self.state.client.receive())
         try:
             return await asyncio.wait_for(work, 60)
         finally:
@@ -78,7 +83,7 @@ class LocalServing:
             await asyncio.wait({receiving})
 
     async def _until_ready(self) -> None:
-        while self._state.client.ready is None:
+        while self.state.client.ready is None:
             await asyncio.sleep(0.01)
 
     def close(self) -> None:

@@ -98,6 +98,9 @@ def test_every_route_that_changes_the_server_is_guarded(state: ServerState) -> N
     closed = {path for path in paths if call(app, path, "POST", host="10.0.0.7", json={}).status_code == 403}
     orders = {"sleep", "wakeup", "wake_up", "fork_master", "update_weights", "pause", "resume", "vmm/limit", "vmm/trim"}
     assert closed == {f"/{order}" for order in orders}
+    assert [path for path, verbs in paths.items() if "delete" in verbs] == ["/v1/models/{name}"]
+    assert call(app, "/v1/models/x", "DELETE", host="10.0.0.7").status_code == 403
+    assert call(app, "/v1/models/x", "DELETE").status_code == 503  # it is loading
 
 
 def test_a_key_opens_admin_routes_from_afar(state: ServerState) -> None:
