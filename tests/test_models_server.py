@@ -1,4 +1,5 @@
-"""Several real models in one server, over HTTP: forked, shared, exchanged, paused, and seen from a second process."""
+"""Several real models in one server, over HTTP: forked, shared, exchanged, paused, removed, and seen from a second
+process."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from checkpoints import tiny_checkpoint
 from real_server import Serving
@@ -99,9 +101,49 @@ def test_a_limit_of_one_model_is_its_own(server: Serving) -> None:
     assert answer(server, "qwen3")
 
 
+def stream(server: Serving, model: str, tokens: int = 300) -> httpx.Response:
+    body = {"prompt": "x", "model": model, "stream": True, "max_tokens": tokens, "ignore_eos": True}
+    return server.http.post("/v1/completions", json=body)
+
+
+@pytest.mark.parametrize("mode", ["refuse", "wait", "abort"])
+def test_a_model_leaves_with_its_requests_or_after_them(server: Serving, mode: str) -> None:
+    fork(server.http, path("qwen3"), model_id="leaves")
+    before = server.vmm()["weights"]
+    with ThreadPoolExecutor(1) as pool:
+        streamed = pool.submit(stream, server, "leaves")
+        server.wait_until(lambda memory: memory["models"]["leaves"]["kv_live"] > 0)
+        done = server.http.delete(f"/v1/models/leaves?mode={mode}")
+        assert refused(done) == (409, "model_busy") if mode == "refuse" else done.json()["deleted"]
+        text = streamed.result().text
+    assert ('"code":"model_not_found"' in text, '"finish_reason":"length"' in text) == (
+        mode == "abort",
+        mode != "abort",
+    )
+    assert text.endswith("data: [DONE]\n\n")
+    if mode == "refuse":
+        server.http.delete("/v1/models/leaves")
+    assert server.http.post("/v1/completions", json={"prompt": "x", "model": "leaves"}).status_code == 404
+    assert "leaves" not in listed(server.http) and "leaves" not in server.vmm()["models"]
+    assert server.vmm()["weights"] <= before and answer(server, "llama")
+    holds_what_it_says(server)
+
+
+def test_a_model_in_another_ones_place(server: Serving) -> None:
+    expected = answer(server, "llama")
+    fork(server.http, path("qwen3"), model_id="place")
+    other = answer(server, "place")
+    assert server.http.delete("/v1/models/place").json()["freed"] > 0
+    fork(server.http, path("llama"), model_id="place")
+    assert answer(server, "place") == expected != other
+    assert server.http.delete("/v1/models/place").json()["deleted"] and answer(server, "llama") == expected
+    holds_what_it_says(server)
+
+
 ORDERS = (
     ("/sleep", {"mode": "wait"}), ("/sleep", {"mode": "abort", "master_status": 2}), ("/sleep", {"park": True}),
-    ("/wakeup", {}), ("/update_weights", {}), ("/vmm/trim", {}), ("/fork_master", {}),
+    ("/wakeup", {}), ("/update_weights", {}), ("/vmm/trim", {}), ("/fork_master", {}), ("/v1/models", {"mode": "wait"}),
+    ("/v1/models", {"mode": "abort"}),
 )  # fmt: skip
 
 
@@ -121,14 +163,19 @@ def test_orders_and_requests_at_random_change_no_answer(tmp_path: Path) -> None:
         for _ in range(40):
             name = chosen.choice(list(paths))
             got = serving.http.post("/v1/completions", json={**ASKED, "temperature": 0, "model": name})
-            assert got.status_code == 503 or got.json()["choices"][0]["text"] == expected[name], got.text
+            assert got.status_code in (404, 503) or got.json()["choices"][0]["text"] == expected[name], got.text
             order, body = chosen.choice(ORDERS)
-            more = {"model_path": paths[name]} if order == "/fork_master" else {}
-            done = serving.http.post(order, json={"model_id": name, **body, **more})
-            assert done.status_code in (200, 409, 503), (order, done.text)
+            if order == "/v1/models":
+                done = serving.http.request("DELETE", f"{order}/{name}", json=body)
+            else:
+                more = {"model_path": paths[name]} if order == "/fork_master" else {}
+                done = serving.http.post(order, json={"model_id": name, **body, **more})
+            assert done.status_code in (200, 404, 409, 503), (order, done.text)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(client, range(4)))
+    for name, folder in paths.items():
+        fork(serving.http, folder, model_id=name)
     assert {name: answer(serving, name) for name in paths} == expected
     holds_what_it_says(serving)
     assert serving.stop() == 0 and "Traceback" not in serving.log.read_text()
