@@ -24,6 +24,7 @@ from xllm_cli.engine.report import Reporter
 from xllm_cli.engine.scheduler import Scheduler
 from xllm_cli.engine.sequence import Sequence, refusal
 from xllm_cli.engine.slumber import LIGHT, NO_HABITS, Bed, Habits, Mode, Slumber
+from xllm_cli.engine.steps import Steps
 from xllm_cli.errors import RequestError
 from xllm_cli.neighbours.peers import PeerCounters
 from xllm_cli.worker.group import Group
@@ -36,7 +37,7 @@ COMPILE_POLL_SECONDS = 0.005
 MEMORY_POLL_SECONDS = 0.05  # while a request waits for memory, look again this often (DESIGN.md §8)
 
 
-class Engine:
+class Engine(Steps):
     """submit and abort between steps; step while there is work; the outputs say what happened."""
 
     def __init__(  # noqa: PLR0913 - the parts of an engine
@@ -201,11 +202,6 @@ class Engine:
             outputs += self.step().outputs
             self.rest()
         return outputs
-
-    def rest(self) -> None:
-        """Sleep until the next step is due; not at all while rows run or nothing is asked for."""
-        if self.has_work:
-            time.sleep(self.seconds_until_due() or 0)
 
     def set_limit(self, nbytes: int | None) -> None:
         """Cap KV bytes (None: no cap). With the next step idle blocks above it leave, then those of the youngest."""

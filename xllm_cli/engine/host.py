@@ -25,6 +25,7 @@ from xllm_cli.engine.sequence import refusal
 from xllm_cli.engine.slices import Sliced
 from xllm_cli.engine.slumber import Bed, Mode
 from xllm_cli.engine.start import Built
+from xllm_cli.engine.steps import Steps
 from xllm_cli.engine.turns import Turns
 from xllm_cli.engine.waking import Waking
 from xllm_cli.errors import RequestError
@@ -35,7 +36,7 @@ log = logging.getLogger("xllm.engine")
 BUSY_SLICE, IDLE_SLICE = 0.02, 0.1  # seconds between two rounds for what joins, beside requests and without any
 
 
-class Host:
+class Host(Steps):
     """submit, abort, step and snapshot as Engine, over all models; and verbs that name one."""
 
     def __init__(self, start: Start, built: Built, clock: Callable[[], float] = time.monotonic) -> None:
@@ -258,7 +259,7 @@ class Host:
 
     def snapshot(self) -> Snapshot:
         """See Engine: of all models together, and of each."""
-        if len(self._models) == 1:
+        if len(self._models) == 1 and not self._joining.asks:
             return self._leaving.counted(self._stepped_last.engine.snapshot())
         hosted = self._models.values()
         weights = {model.weights_id: model.loaded.weights for model in hosted if model.loaded is not None}
@@ -268,6 +269,7 @@ class Host:
             weights=sum(each.mapped_bytes for each in weights.values()),
             parked=sum(each.parked_bytes for each in weights.values()),
             apart=sum(other.cache.kv_bytes - other.kv_in_pool for other in self._others(self._stepped_last)),
+            has_newcomer=bool(self._joining.asks),
         )
         return self._leaving.counted(found)
 
@@ -340,11 +342,6 @@ class Host:
     def has_work(self) -> bool:
         """See Engine."""
         return any(engine.has_work for engine in self._engines)
-
-    def rest(self) -> None:
-        """See Engine."""
-        if self.has_work:
-            time.sleep(min(self.seconds_until_due() or 0.0, 0.05))
 
     def check(self) -> None:
         """Assert every invariant of every model; for tests."""
