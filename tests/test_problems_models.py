@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from checkpoints import tiny_checkpoint
 from pool_models import GREEDY, KINDS, answers, closing_clean, open_llm
+from test_models_pool import fork, memory_for, submit
 from test_weights_home import tensors
 
 from xllm_cli import LLM
+from xllm_cli.core import Snapshot
+from xllm_cli.engine import host
+from xllm_cli.engine.slices import Sliced
 from xllm_cli.engine.slumber import Bed
 
 QWEN3 = str(tiny_checkpoint("qwen3"))
@@ -23,9 +27,51 @@ def test_the_bytes_of_all_models_add_up(kind: str) -> None:
         llm.host.fork("second", QWEN3)
         for model in ("", "second", ""):
             llm.generate([[5] * 40], GREEDY, model=model)
-            memory = llm.memory()
-            assert memory["physical"] == memory["mapped"] + memory["free_handles"] + memory["parked"], memory
-            assert memory["ranks"][0]["physical"] == memory["physical"]
+            check_bands(llm.snapshot)
+            assert llm.memory()["ranks"][0]["physical"] == llm.memory()["physical"]
+
+
+def check_bands(snapshot: Snapshot | None) -> None:
+    """What README says of /vmm: every byte of the pool is in one band."""
+    assert snapshot is not None
+    memory = snapshot.memory
+    bands = memory.kv_live + memory.kv_cached + memory.kv_idle + memory.kv_spare + memory.weights
+    assert memory.mapped == bands and memory.physical == bands + memory.free_handles + memory.parked, memory
+
+
+@pytest.mark.parametrize("names", [["llama"], ["llama", "second"]], ids=["alone", "beside another"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_add_up_while_weights_are_read(kind: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "BUSY_SLICE", 0.0)
+    monkeypatch.setattr(host, "IDLE_SLICE", 0.0)
+    with closing_clean(open_llm(kind)) as llm:
+        for name in names[1:]:
+            llm.host.fork(name, QWEN3)
+        newcomer = str(tiny_checkpoint("mistral"))
+        joining: list[Callable[[], Sliced[Any]]] = [
+            lambda: llm.host.begin_fork("newcomer", newcomer),
+            lambda: llm.host.begin_update(names[-1]),
+        ]
+        for begin in joining:
+            before, slices, seen = llm.memory()["weights"], begin(), set[int]()
+            while not slices.is_done:
+                check_bands(snapshot := llm.host.step().snapshot)
+                seen.add(snapshot.memory.weights if snapshot else 0)
+            assert max(seen) > before, "a reader sees the newcomer's weights come"
+            check_bands(llm.host.step().snapshot)
+
+
+def test_they_add_up_while_models_take_memory_from_one_another() -> None:
+    names = {"": "llama", "b": "mistral", "c": "qwen2", "d": "qwen3", "e": "llama_tied"}
+    with memory_for(2, auto_sleep=True, auto_wake=True) as llm:
+        for name, checkpoint in list(names.items())[1:]:
+            fork(llm, name, checkpoint)
+        for number in range(20):
+            submit(llm, f"{number}", list(names)[number % 5])
+        while llm.host.has_work:
+            check_bands(llm.host.step().snapshot)
+            llm.host.rest()
+        assert llm.close()
 
 
 @pytest.fixture(params=ARCHITECTURES)

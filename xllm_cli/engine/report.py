@@ -29,14 +29,19 @@ class MemoryFacts:
     has_virtual_kv: bool = True
 
 
-def together(snapshots: dict[str, Snapshot], *, latest: str, weights: int, parked: int, apart: int) -> Snapshot:
+def together(
+    snapshots: dict[str, Snapshot], *, latest: str, weights: int, parked: int, apart: int, has_newcomer: bool
+) -> Snapshot:
     """The snapshots of a pool's models, by name, as one. `latest` saw the device last; `weights` and `parked` are the
     pool's bytes of all weights, those that are shared counted once; `apart` are the bytes of the others' KV that lies
-    in no page of the pool."""
+    in no page of the pool. With a newcomer, what is nobody else's of the pool are weights that it reads."""
     reports = [snapshot.memory for snapshot in snapshots.values()]
     first, seen = reports[0], snapshots[latest].memory
     bands = {band: sum(getattr(report, band) for report in reports) for band in _SUMMED}
     kv = sum(report.mapped - report.weights for report in reports)
+    physical = seen.physical + apart
+    if has_newcomer:
+        weights = max(weights, physical - seen.free_handles - parked - kv)
     totals = add_counters(*(snapshot.counters for snapshot in snapshots.values()))
     ill = next((snapshot for snapshot in snapshots.values() if not snapshot.healthy), None)
     stuck = max(snapshots.values(), key=lambda snapshot: snapshot.waiting_bytes)
@@ -45,8 +50,8 @@ def together(snapshots: dict[str, Snapshot], *, latest: str, weights: int, parke
         first,
         **bands,
         **{kind: getattr(seen, kind) for kind in _SEEN},
-        physical=seen.physical + apart,
-        ranks=[{**rank, "physical": seen.physical + apart} for rank in seen.ranks],
+        physical=physical,
+        ranks=[{**rank, "physical": physical} for rank in seen.ranks],
         mapped=kv + weights,
         weights=weights,
         parked=parked,
