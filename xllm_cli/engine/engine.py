@@ -69,7 +69,7 @@ class Engine(Steps):
         self.needs = Needs(cache, scheduler, self._slumber)
         self._late: list[Output] = []  # of requests that a command ended, for the next step's events
         self.is_paused = False
-        self.gives_way = False  # admits nobody, so that another model gets its turn
+        self.gives_way = False  # admits nobody and does not wake, so that another model gets its turn
 
     # --- between steps
 
@@ -291,7 +291,13 @@ class Engine(Steps):
     @property
     def wants_to_wake(self) -> bool:
         """Somebody waits for a model that wakes by itself: now and then until there is memory."""
-        return self.has_work and not self.is_paused and self._slumber.may_stir(self._clock())
+        held = self.is_paused or self.gives_way
+        return self.has_work and not held and self._slumber.may_stir(self._clock())
+
+    @property
+    def may_wake(self) -> bool:
+        """There is memory for its weights."""
+        return not self._slumber.shortage()
 
     def stir(self) -> None:
         """Try to wake for those who wait."""

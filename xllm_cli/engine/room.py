@@ -38,14 +38,14 @@ class Room:
     def settle(self, stepped: Sequence[HostedModel], models: Sequence[HostedModel]) -> list[HostedModel]:
         """See to everybody who lacked memory in the round that ends; `stepped` are those who tried. Returns those who
         may find some now."""
+        lacking = {model: model.engine.needs.of_pool for model in models}
         helped = []
         for model in stepped:
-            nbytes = model.engine.needs.of_pool
-            if nbytes and self.make(model, nbytes, models):
+            if lacking[model] > 0 and (got := self.make(model, lacking[model], models)):
+                lacking[model] -= got
                 model.engine.try_again()
                 helped.append(model)
-        self._claim([model for model in models if model.engine.needs.of_pool and model not in helped], models)
-        return helped
+        return helped + self._claim({model: nbytes for model, nbytes in lacking.items() if nbytes > 0}, models)
 
     def make(self, model: HostedModel | None, nbytes: int, models: Iterable[HostedModel]) -> int:
         """Take up to `nbytes`, a little more in whole pages, from the others of `models`; returns how many came."""
@@ -66,31 +66,36 @@ class Room:
 
     # --- claims
 
-    def _claim(self, lacking: Sequence[HostedModel], models: Sequence[HostedModel]) -> None:
-        """Let the one who has waited longest go ahead of everybody's newcomers."""
+    def _claim(self, lacking: dict[HostedModel, int], models: Sequence[HostedModel]) -> list[HostedModel]:
+        """Let the one who has waited longest go ahead of everybody's newcomers. That one, if others sleep for it now."""
         now = self._clock()
         waiting = [(model.engine.needs.waits_since, model) for model in lacking]
         due = [(since, model) for since, model in waiting if since is not None and now - since >= CLAIM_SECONDS]
         claimant = min(due, key=lambda pair: pair[0])[1] if due else None
         for model in models:
             model.engine.gives_way = False
-        if claimant is not None:
-            self._hold_others(claimant, models, now)
+        got = 0 if claimant is None else self._hold_others(claimant, lacking[claimant], models)
         for model in models:
             if model.engine.needs.is_tight_to_wake:
                 _hold(other for other in models if other is not model and other.cache.page_bytes > 1)
+        if claimant is None or not got:
+            return []
+        claimant.engine.try_again()  # before those who sleep now do
+        return [claimant]
 
-    def _hold_others(self, claimant: HostedModel, models: Sequence[HostedModel], now: float) -> None:
-        wanted = claimant.engine.needs.of_pool
+    def _hold_others(self, claimant: HostedModel, wanted: int, models: Sequence[HostedModel]) -> int:
+        """Bytes that came of it already."""
+        now, got = self._clock(), 0
         groups = [_Group(names, claimant, takes_turns=self._takes_turns) for names in _sharing(models)]
         if sum(group.most for group in groups) < wanted:
-            return  # nobody waits for what does not come
+            return 0  # nobody waits for what does not come
         for group in sorted(groups, key=lambda group: group.awake_since):
             if wanted > 0 and group.most and now - group.awake_since >= AWAKE_SECONDS:
                 wanted -= group.most
                 _hold(group.others)
                 if group.may_sleep and not any(other.engine.is_running for other in group.others):
-                    _put_to_sleep(group.others, claimant)
+                    got += _put_to_sleep(group.others, claimant)
+        return got
 
 
 class _Group:
@@ -131,7 +136,7 @@ def _held(names: Sequence[HostedModel]) -> int:
 
 
 def _hold(models: Iterable[HostedModel]) -> None:
-    """They admit nobody, until this is looked at again."""
+    """They admit nobody and do not wake, until this is looked at again."""
     for model in models:
         model.engine.gives_way = True
 

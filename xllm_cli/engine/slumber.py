@@ -167,7 +167,7 @@ class Slumber:
         weights = self._need_weights()
         self.missing = 0
         try:
-            short = self._shortage(weights) or weights.wake(keep_free=self._cache.keep_free)
+            short = self.shortage() or weights.wake(keep_free=self._cache.keep_free)
         except WeightsError as error:
             forget_frames(error)  # whoever keeps the refusal keeps no tensor over pages that are gone
             text = f"the weights could not be brought back: {error}; the model is still {_asleep(weights.state)}"
@@ -181,11 +181,12 @@ class Slumber:
             text = f"no memory for {weights.nbytes} bytes of weights: {short}"
             raise RequestError(text, status=503, code="weights_memory_unavailable", retry_after=RETRY_SECONDS)
 
-    def _shortage(self, weights: WeightsShare) -> str:
+    def shortage(self) -> str:
         """Why it would be in vain to begin: the caps on all models together, whatever is free, or what is free; "" if
         both leave room for the weights."""
+        weights = self._need_weights()
         wanted = weights.bytes_to_wake
-        if not wanted or weights.mapped_bytes:
+        if not wanted or weights.mapped_bytes or weights.are_coming:
             return ""
         room, free = self._cache.room_for_weights(), self._bytes_free(weights)
         if wanted > room:
@@ -207,10 +208,10 @@ class Slumber:
         return seen.free_handles + (0 if weights.is_fixed else seen.free - self._cache.keep_free())
 
     def is_tight(self) -> bool:
-        """Not twice as much is free as the wake-up that is in the middle, or about to begin, has still to take."""
+        """What the wake-up that is in the middle, or about to begin, has still to take is free, but not twice."""
         weights = self._need_weights()
         rest = weights.claimed_bytes - weights.mapped_bytes if weights.are_coming else weights.bytes_to_wake
-        return self._bytes_free(weights) < 2 * rest
+        return rest <= self._bytes_free(weights) < 2 * rest
 
     def missing_bytes(self, now: float) -> int:
         """What a wake-up of a moment ago lacked of the device's free memory."""

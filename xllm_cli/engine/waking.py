@@ -40,14 +40,15 @@ class Waking:
         return self._begin(model, lambda: self._wake(model, models), is_alone=len(models) == 1)
 
     def stir(self, model: HostedModel, models: Collection[HostedModel]) -> None:
-        """As begin(), for requests that wait for it: nothing is done if all have gone before it begins."""
+        """As begin(), for requests that wait for it, if there is memory: else the next step finds out and says so.
+        Nothing is done if all have gone before it begins."""
 
         def work() -> None:
             if model.engine.has_work:
                 self._settle(model, models)
                 model.engine.stir()
 
-        if model.engine.wants_to_wake:
+        if model.engine.wants_to_wake and model.engine.may_wake:
             self._begin(model, work, is_alone=len(models) == 1)
 
     def _begin(self, model: HostedModel, work: Callable[[], None], *, is_alone: bool) -> Sliced[None]:
