@@ -67,7 +67,7 @@ class Room:
     # --- claims
 
     def _claim(self, lacking: dict[HostedModel, int], models: Sequence[HostedModel]) -> list[HostedModel]:
-        """Let the one who has waited longest go ahead of everybody's newcomers. That one, if others sleep for it now."""
+        """Let who has waited longest go ahead of everybody's newcomers. That one, if others sleep for it now."""
         now = self._clock()
         waiting = [(model.engine.needs.waits_since, model) for model in lacking]
         due = [(since, model) for since, model in waiting if since is not None and now - since >= CLAIM_SECONDS]
