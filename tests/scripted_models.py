@@ -77,6 +77,7 @@ class ScriptedModel:
             "state": self.state,
             "kv_mapped": 2 * MIB,
             "kv_live": MIB * self.num_running,
+            "bytes_per_block": self.script.get("bytes_per_block", MIB),
             "weights": self.nbytes if self.state == "awake" else 0,
             **({} if self.limit is None else {"limit": self.limit}),
         }

@@ -202,3 +202,21 @@ def test_requests_count_for_their_own_model(server: Server, http: httpx.Client, 
     assert of("num_requests_running", "tiny") == 0 and of("generation_tokens_total", loud) > 0
     stream.close()
     wait_until(lambda: of("num_requests_running", loud) == 0)
+
+
+def test_every_model_loads_the_server_by_tokens_of_its_own(server: Server, http: httpx.Client, models: Path) -> None:
+    name = str(fork(http, folder(models, "narrow", bytes_per_block=1 << 18))["model_id"])
+    streams = [
+        open_stream(server, script(endless=True, delay=0.05), stream=True, model=model)
+        for model in (name, name, "tiny")
+    ]
+    wait_until(lambda: http.get("/v1/loads").json()["aggregate"]["total_running_reqs"] == 3)
+    loads = http.get("/v1/loads").json()
+    used = {model: load["num_used_tokens"] for model, load in loads["models"].items() if load["num_used_tokens"]}
+    assert used == {"tiny": 128, name: 2 * 4 * 128}  # a block has 128 tokens, the scripted request 1 MiB
+    (rank,) = loads["loads"]
+    assert rank["num_used_tokens"] == sum(used.values()) and rank["max_total_num_tokens"] == CONTEXT
+    assert rank["token_usage"] == sum(used.values()) / CONTEXT == loads["aggregate"]["avg_token_usage"]
+    for stream in streams:
+        stream.close()
+    server.wait_idle()

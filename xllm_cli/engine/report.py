@@ -211,6 +211,7 @@ class Reporter:
                     "state": model_state,
                     "kv_mapped": bands["mapped"] - weights,
                     "kv_live": bands["kv_live"],
+                    "bytes_per_block": cache.spec.bytes_per_block,
                     "weights": weights if model_state in _USES_WEIGHTS else 0,  # else only others need them
                     "parked": parked if model_state == "parked" else 0,
                     **({} if cache.limits.own_limit is None else {"limit": cache.limits.own_limit}),

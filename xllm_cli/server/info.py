@@ -10,12 +10,14 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from xllm_cli import __version__
-from xllm_cli.core import Counters, Snapshot, VmmReport
+from xllm_cli.core import Counters, ModelActivity, Snapshot, VmmReport
 from xllm_cli.server.failures import json_response
+from xllm_cli.server.instruments import activity_of
 from xllm_cli.server.served import ServedModel
 from xllm_cli.server.state import ServerState
 
 _NOTHING_YET = Snapshot(memory=VmmReport(), counters=Counters())
+_COUNTED = ("num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens")
 
 
 def routes(state: ServerState) -> APIRouter:
@@ -104,17 +106,13 @@ def _load_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.get("/v1/loads")
     async def loads() -> Response:
-        snapshot = state.client.snapshot or _NOTHING_YET
+        models = {model.model_id: _load_of(state, model) for model in state.models}
         ready = state.models.first.ready
-        capacity = ready.capacity_tokens if ready else 0
         rank = {
             "dp_rank": 0,
-            "num_running_reqs": snapshot.num_running,
-            "num_waiting_reqs": snapshot.num_waiting,
-            "num_total_reqs": snapshot.num_running + snapshot.num_waiting,
-            "num_used_tokens": _used_tokens(state, snapshot.memory),
-            "max_total_num_tokens": capacity,
-            "token_usage": _used_tokens(state, snapshot.memory) / capacity if capacity else 0.0,
+            **{name: sum(load[name] for load in models.values()) for name in _COUNTED},
+            "max_total_num_tokens": ready.capacity_tokens if ready else 0,
+            "token_usage": sum(load["token_usage"] for load in models.values()),
             "max_running_requests": state.service.max_concurrent_requests,
         }
         return json_response(
@@ -123,16 +121,31 @@ def _load_routes(router: APIRouter, state: ServerState) -> None:
                 "version": __version__,
                 "dp_rank_count": 1,
                 "loads": [rank],
+                "models": models,
                 "aggregate": {
-                    "total_running_reqs": snapshot.num_running,
-                    "total_waiting_reqs": snapshot.num_waiting,
-                    "total_reqs": snapshot.num_running + snapshot.num_waiting,
+                    "total_running_reqs": rank["num_running_reqs"],
+                    "total_waiting_reqs": rank["num_waiting_reqs"],
+                    "total_reqs": rank["num_total_reqs"],
                     "avg_token_usage": rank["token_usage"],
                 },
             }
         )
 
 
-def _used_tokens(state: ServerState, memory: VmmReport) -> int:
-    per_block = sum(int(tensor["bytes_per_block"]) for tensor in memory.tensors)
-    return memory.kv_live * int(state.settings["kv_cache"]["block_size"]) // per_block if per_block else 0
+def _load_of(state: ServerState, model: ServedModel) -> dict[str, Any]:
+    """One model's requests and tokens. A token of one model is as many bytes as it has; what each could have, were it
+    alone, is of one pool: so shares may be added, capacities not."""
+    snapshot = state.client.snapshot or _NOTHING_YET
+    activity = activity_of(snapshot, model.model_id) or ModelActivity(counters=Counters())
+    facts = snapshot.memory.models.get(model.model_id, {})
+    blocks = int(facts.get("kv_live", 0)) / int(facts.get("bytes_per_block", 0) or 1)
+    used = int(blocks * int(state.settings["kv_cache"]["block_size"]))
+    capacity = model.ready.capacity_tokens if model.ready else 0
+    return {
+        "num_running_reqs": activity.num_running,
+        "num_waiting_reqs": activity.num_waiting,
+        "num_total_reqs": activity.num_running + activity.num_waiting,
+        "num_used_tokens": used,
+        "max_total_num_tokens": capacity,
+        "token_usage": used / capacity if capacity else 0.0,
+    }
