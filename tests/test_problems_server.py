@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+from checkpoints import tiny_checkpoint
 from real_server import Serving
+from several_models import fork, listed, refused
 
 from xllm_cli.bench import wide_model
 from xllm_cli.bench.memory_watch import held_bytes, memfd_bytes
@@ -47,3 +51,32 @@ def test_a_sleeper_has_no_second_copy_and_a_cycle_leaves_nothing(heavy: Serving,
         heavy.http.post("/wakeup", json={})
         assert heavy.complete(**ASKED)["choices"][0]["text"] == expected
         assert held(heavy) <= awake + NOISE
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server of tiny models."""
+    folder = tmp_path_factory.mktemp("several")
+    serving = Serving(folder, tiny_checkpoint("llama"), *FLAGS, "--block_size=16", f"--vmm_neighbours_dir={folder}")
+    yield serving
+    assert serving.stop() == 0 and "Traceback" not in serving.log.read_text(), serving.log.read_text()
+
+
+def is_held(card: dict[str, Any]) -> bool:
+    """An order about it has come."""
+    return bool(card["is_paused"]) or card["state"] == "falling asleep"
+
+
+@pytest.mark.parametrize("order", ["/pause", "/sleep"])
+def test_what_waits_for_a_models_requests_is_told_that_it_was_removed(several: Serving, order: str) -> None:
+    fork(several.http, str(tiny_checkpoint("qwen3")), model_id="leaves")
+    asked = {"model": "leaves", "prompt": [5] * 30, "max_tokens": 450, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(several.http.post, "/v1/completions", json=asked)
+        several.wait_until(lambda memory: memory["models"]["leaves"]["kv_live"] > 0)
+        waiting = pool.submit(several.http.post, order, json={"mode": "wait", "model_id": "leaves"})
+        several.wait_until(lambda _: is_held(listed(several.http)["leaves"]))
+        gone = several.http.request("DELETE", "/v1/models/leaves", params={"mode": "abort"})
+        assert gone.status_code == 200, gone.text
+        for answer in (running.result(60), waiting.result(60)):
+            assert answer.status_code == 200 or refused(answer) == (404, "model_not_found"), answer.text

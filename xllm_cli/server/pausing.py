@@ -68,11 +68,11 @@ def routes(state: ServerState, guard: Guard) -> APIRouter:
 
 
 async def _change(state: ServerState, command: Pause | Resume, seconds: float, status: str) -> Response:
-    """`before` and `after` by model: paused or running."""
+    """`before` and `after` by model: paused or running. RequestError 404 if the model was removed meanwhile."""
     before = _statuses(state)
     done = await carry_out(state, command, seconds)
     after = _statuses(state)
-    asked = [command.model] if command.model else list(after)
+    asked = [state.named(command.model)] if command.model else list(after)
     return json_response(
         {
             "status": status,
