@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +18,18 @@ import torch
 from checkpoints import tiny_checkpoint
 from npu.graphs import EmulatedGraph, EmulatedGraphs
 from npu.operators import FLOATS, References
+from pool_models import twisted
 
 from xllm_cli import LLM
 from xllm_cli.core import SamplingParams
-from xllm_cli.errors import MemoryShortage
+from xllm_cli.errors import DeviceError, MemoryShortage, RequestError
 from xllm_cli.models.ops.npu import NpuOps
 from xllm_cli.worker.cpu_device import CpuDevice
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 MIB = 1 << 20
 ELASTIC = {"enable_vmm_kvcache": True, "vmm_elastic": True, "host_page_mode": "4k", "phy_page_granularity_size": 16384}
+PROMPTS = [[5, 6, 7], [9] * 20]
 ATTENTION = "npu_fused_infer_attention_score"
 
 
@@ -31,7 +37,7 @@ ATTENTION = "npu_fused_infer_attention_score"
 def references(monkeypatch: pytest.MonkeyPatch) -> References:
     made = References(attention_dtypes=FLOATS)
     monkeypatch.setattr(CpuDevice, "pads_rows", True)
-    monkeypatch.setattr(CpuDevice, "open_ops", lambda self, memory=None: NpuOps(operators=made))
+    monkeypatch.setattr(CpuDevice, "open_ops", lambda self, memory=None, put=None: NpuOps(operators=made))
     monkeypatch.setattr(CpuDevice, "open_graphs", lambda self: EmulatedGraphs())
     return made
 
@@ -127,3 +133,61 @@ def test_a_device_without_graphs_says_so(caplog: pytest.LogCaptureFixture) -> No
     with open_llm(block_size=16) as llm:
         assert llm.generate([[5, 6]], SamplingParams(max_tokens=2))
     assert "--enable_graph=true changes nothing on cpu" in caplog.text
+
+
+# --- other weights under the same graphs
+
+
+@pytest.fixture
+def in_pages(references: References, monkeypatch: pytest.MonkeyPatch) -> References:
+    """As references, with the weights where the engine says."""
+    monkeypatch.setattr(
+        CpuDevice, "open_ops", lambda self, memory=None, put=None: NpuOps(operators=references, memory=memory, put=put)
+    )
+    return references
+
+
+def refuse_from(nth: int, error: Callable[[], BaseException]) -> Callable[..., AbstractContextManager[None]]:
+    """The nth capture fails, and all that follow."""
+    original, numbers = EmulatedGraphs.graph, count(1)
+
+    def graph(*args: Any, **options: Any) -> AbstractContextManager[None]:
+        if next(numbers) >= nth:
+            raise error()
+        return original(*args, **options)
+
+    return graph
+
+
+FAILURES: dict[str, tuple[Callable[[], BaseException], type[BaseException]]] = {
+    "shortage": (lambda: torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB"), RequestError),
+    "failure": (lambda: DeviceError("npu 0: the kernel driver refused"), RequestError),
+    "interrupt": (KeyboardInterrupt, KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("name", FAILURES)
+def test_weights_whose_graphs_cannot_be_captured_are_not_exchanged(
+    in_pages: References, replays: list[int], tmp_path: Path, name: str, nth: int
+) -> None:
+    error, kind = FAILURES[name]
+    other = twisted(tmp_path / "other")
+    with open_llm(acl_graph_decode_batch_size_limit=2, enable_vmm_weights=True) as llm:
+        expected = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
+        weights = llm.memory()["weights"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(EmulatedGraphs, "graph", staticmethod(refuse_from(nth, error)))
+            with pytest.raises(kind) as refused:
+                llm.host.update("", str(other))
+        assert not isinstance(refused.value, RequestError) or refused.value.status == 503
+        del refused
+        replays.clear()
+        assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == expected and replays.count(2) > 20
+        assert llm.memory()["weights"] == weights
+        llm.host.update("", str(other))
+        assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] != expected
+        llm.host.update("", str(tiny_checkpoint("llama")))
+        assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == expected
+        llm.host.check()
+        assert llm.close()

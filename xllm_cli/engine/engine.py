@@ -348,13 +348,18 @@ class Engine(Steps):
 
     def exchange(self, loaded: Loaded) -> None:
         """Go on with these weights, of a model of the same form: nothing computed with the old ones is used again,
-        what runs is computed anew. The old ones are let go."""
+        what runs is computed anew. The old ones are the caller's to let go. MemoryShortage or DeviceError: nothing has
+        changed."""
+        self._group.exchange(loaded)
         self._scheduler.preempt_all()
         self._cache.forget_all()
-        self._group.exchange(loaded)
         self._slumber.exchange(loaded.weights)
         self._reporter.weights = loaded.weights
         self.look()
+
+    def read_words_from(self, folder: str) -> None:
+        """The weights are those of another folder, and so may the tokenizer be that grammars follow."""
+        self._guided.read_words_from(folder)
 
     def look(self) -> None:
         """See now, not with the next step, what is free: somebody gave memory back."""

@@ -111,15 +111,28 @@ class Joining:
         self._check_form(model, path)
         wants = model.loaded.weights.nbytes
         loaded = self._make(lambda start: load_weights(start, pool), start, models, wants=wants, but=model)
-        if model.engine.model_state != "awake":
-            weights = loaded.weights
+        weights, before = loaded.weights, model.loaded.weights
+        if (refused := self._exchange(model, loaded, path)) is not None:
             del loaded
             weights.close()
-            raise RequestError(f"{model.name} was put to sleep meanwhile", status=409, code="model_sleeping")
-        model.loaded = None  # its old weights go with the exchange
-        model.engine.exchange(loaded)
+            raise refused
         model.loaded, model.path = loaded, path
+        before.close()
         model.stamp_files()
+
+    def _exchange(self, model: HostedModel, loaded: Loaded, path: str) -> BaseException | None:
+        """Why it could not be, whatever that is: it is raised once the new weights are let go. None if it could."""
+        if model.engine.model_state != "awake":
+            return RequestError(f"{model.name} was put to sleep meanwhile", status=409, code="model_sleeping")
+        try:
+            model.engine.exchange(loaded)
+        except (MemoryShortage, DeviceError) as error:
+            forget_frames(error)
+            return _refusal(error, path)
+        except BaseException as error:
+            _tell(error)
+            return error
+        return None
 
     def _check_form(self, model: HostedModel, path: str) -> None:
         try:
@@ -197,9 +210,7 @@ class Joining:
 
     def _undo_for(self, error: BaseException, start: Start) -> None:
         """Close what was opened. Where the error came from is said now: its frames hold the model's tensors."""
-        if isinstance(error, Exception):
-            log.error("a model could not be made:\n%s", traceback.format_exc())
-        forget_frames(error)
+        _tell(error)
         self._undo(start)
 
     def _undo(self, start: Start) -> None:
@@ -221,6 +232,13 @@ class Joining:
         seen = cache.observations[0]
         free = seen.free_handles + (seen.free - cache.keep_free() if cache.limits.elastic else 0)
         return max(0, nbytes - min(free, room))
+
+
+def _tell(error: BaseException) -> None:
+    """Say where an error came from, now: nobody will know later, for its frames hold a model's tensors."""
+    if isinstance(error, Exception):
+        log.error("a model could not be made:\n%s", traceback.format_exc())
+    forget_frames(error)
 
 
 def _twin(path: str, models: Collection[HostedModel]) -> Loaded | None:

@@ -38,7 +38,8 @@ class Group(Protocol):
         ...
 
     def exchange(self, loaded: Loaded) -> None:
-        """Compute with these weights from now on; the ones before are let go. No step is under way."""
+        """Compute with these weights from now on; the ones before are the caller's to let go. No step is under way.
+        MemoryShortage or DeviceError: nothing has changed."""
         ...
 
     def close(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -65,19 +65,24 @@ class Worker:
 
         MemoryShortage if the device has no memory for them.
         """
+        self._graphs = self._capture(self._model, options)
         self._captured = options
-        graphs = DecodeGraphs(self._model, self._layers, options)
-        try:
-            with self._guard():
-                graphs.capture()
-        except torch.OutOfMemoryError as error:
-            graphs.close()
-            sizes = ", ".join(map(str, options.sizes))
-            raise MemoryShortage(
-                f"the device has no memory to capture decode steps of {sizes} sequences: {error}. Lower "
-                "--acl_graph_decode_batch_size_limit, or leave --enable_graph out"
-            ) from error
-        self._graphs = graphs
+
+    def _capture(self, model: Model, options: GraphOptions) -> DecodeGraphs:
+        with ExitStack() as undo:
+            try:
+                with self._guard():
+                    graphs = DecodeGraphs(model, self._layers, options)
+                    undo.callback(graphs.close)
+                    graphs.capture()
+            except torch.OutOfMemoryError as error:
+                sizes = ", ".join(map(str, options.sizes))
+                raise MemoryShortage(
+                    f"the device has no memory to capture decode steps of {sizes} sequences: {error}. Lower "
+                    "--acl_graph_decode_batch_size_limit, or leave --enable_graph out"
+                ) from error
+            undo.pop_all()
+        return graphs
 
     def observe(self) -> Observation:
         """An observation outside a step: what happened since the last one, such as a model that woke, was none."""
@@ -146,21 +151,19 @@ class Worker:
 
     def exchange(self, loaded: Loaded) -> None:
         """Run another model of the same form from now on; steps that were captured are captured anew, with its
-        addresses. The weights of the old one are let go."""
-        if self._graphs is not None:
-            self._graphs.close()
-            self._graphs = None
-        old, self.weights = self.weights, loaded.weights
-        self._model = loaded.model
-        if old is not None:
-            old.close()
+        addresses. The weights of the old one are the caller's to let go. MemoryShortage or DeviceError as capture():
+        nothing has changed then."""
         if self._captured is not None:
-            self.capture(self._captured)
+            old, self._graphs = self._graphs, self._capture(loaded.model, self._captured)
+            if old is not None:
+                old.close()
+        self._model, self.weights = loaded
 
     def close(self) -> bool:
         """Drop graphs and views, then the store; False if pages or views are still in use: call it again then."""
         if self._graphs is not None:
             self._graphs.close()
+            self._graphs = None  # it knows the model
         self._layers.clear()
         self._observer.close()
         if self.weights is None:
