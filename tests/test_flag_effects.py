@@ -50,6 +50,7 @@ ELSEWHERE = {
     "model_id": "test_flags::test_served_name",
     "enable_vmm_kvcache": "test_engine::test_the_bands_of_every_report_add_up",
     "enable_vmm_weights": "test_sleep::test_asleep_it_holds_nothing_but_what_was_set_aside",
+    "enable_manual_loader": "npu/test_loading::test_the_manual_loader_needs_no_pages",
     "auto_wake": "test_sleep_habits::test_a_request_wakes_a_model_that_wakes_by_itself",
     "auto_sleep": "test_models_pool::test_the_least_recently_used_model_sleeps_for_another",
     "sleep_idle_seconds": "test_sleep_habits::test_a_model_that_nobody_asks_goes_to_sleep",

@@ -74,10 +74,12 @@ class ModelConfig(Section):
 class LoadConfig(Section):
     """How weights are read"""
 
-    enable_manual_loader: bool = idle(
-        False, "stage weights in host memory; on implicitly with enable_vmm_weights",
-        "weights without enable_vmm_weights are read straight from the checkpoint's files",
-    )  # fmt: skip
+    enable_manual_loader: bool = flag(
+        False,
+        "pack weights in pinned host memory, 128 MiB of it, and copy them to the device while the next are read; on "
+        "implicitly with enable_vmm_weights. A cpu's memory is the host's: there they are packed straight into place",
+        only_on=("npu",),
+    )
     enable_rolling_load: bool = unbuilt(
         False, "keep some layers on the device and load the others when they are due",
         "all layers stay on the device", never=True,

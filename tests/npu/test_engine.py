@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,13 @@ from checkpoints import tiny_checkpoint
 
 from npu import dropped_maps
 from npu.parity import GREEDY, assert_alike, prompts_of
-from npu.small_model import BLOCKS_PER_PAGE, NUM_TENSORS, write_small_model
+from npu.small_model import BLOCKS_PER_PAGE, NUM_TENSORS
 from xllm_cli import LLM
 from xllm_cli.core import SamplingParams
 from xllm_cli.errors import ModelError
 from xllm_cli.llm import Completion
 
-pytestmark = pytest.mark.npu
+pytestmark = [pytest.mark.npu, pytest.mark.usefixtures("computing")]
 MIB = 1 << 20
 ELASTIC = {"enable_vmm_kvcache": True, "vmm_elastic": True, "dtype": "float32", "random_seed": 1}
 PRESSED = {**ELASTIC, "max_cache_size": 3 * NUM_TENSORS * 2 * MIB}  # 12 blocks, one of them for padding
@@ -30,38 +29,11 @@ OUT_OF_MEMORY = 207001
 PROMPTS = prompts_of(6)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def computing() -> Iterator[None]:
-    """References in place of what CANN would compute."""
-    import torch_npu  # noqa: F401 - brings torch.npu
-
-    from npu.dispatch import install
-
-    mode = install()
-    yield
-    mode.__exit__(None, None, None)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("models") / "small")
-
-
 @pytest.fixture(scope="module")
 def on_cpu(model: Path) -> list[Completion]:
     """What the cpu answers, never short of anything."""
     with LLM(model, device="cpu", **ELASTIC, max_cache_size=256 * MIB) as llm:
         return llm.generate(PROMPTS, GREEDY)
-
-
-@pytest.fixture
-def emulator() -> Iterator[Emulator]:
-    """The one in this process, and nothing of ours left in it afterwards."""
-    one = Emulator()
-    one.reset()
-    yield one
-    one.reset()
-    assert not one.leaks().get("handles") and not one.leaks().get("mappings") and not one.violations()
 
 
 @pytest.mark.parametrize("flags", [{}, {"enable_vmm_kvcache": True, "vmm_elastic": True}], ids=["physical", "elastic"])

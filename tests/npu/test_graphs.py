@@ -13,7 +13,7 @@ from ascendcl import Emulator
 from npu.dispatch import ComputeOnHost, install
 from npu.graphs import EmulatedGraph
 from npu.parity import GREEDY, assert_alike, prompts_of
-from npu.small_model import NUM_TENSORS, write_small_model
+from npu.small_model import NUM_TENSORS
 from xllm_cli import LLM
 from xllm_cli.flags import Config
 from xllm_cli.llm import Completion
@@ -35,11 +35,6 @@ def mode() -> Iterator[ComputeOnHost]:
     entered = install()
     yield entered
     entered.__exit__(None, None, None)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("models") / "small")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from real_server import Serving
 
 from npu.parity import GREEDY, NEAR, NUM_TOKENS, gaps, prompts_of
-from npu.small_model import NUM_TENSORS, write_small_model
+from npu.small_model import NUM_TENSORS
 from xllm_cli import LLM
 from xllm_cli.worker.npu_device import VISIBLE
 
@@ -23,11 +23,6 @@ MIB = 1 << 20
 HBM = 8 << 30  # of an emulated device
 ROOT = Path(__file__).parents[2]
 REPORT = "XLLM_ACL_EMULATOR_REPORT"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_model(tmp_path_factory.mktemp("models") / "small")
 
 
 @pytest.fixture(scope="module")

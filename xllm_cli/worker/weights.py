@@ -214,7 +214,7 @@ def copy_of(arena: WeightArena, pool: PagePool, kinds: Sequence[Callable[[int], 
             backup = _written(arena, pool, kind(arena.used))
         except (OSError, MemoryShortage, DeviceError) as error:
             follows = "another kind is tried" if position + 1 < len(kinds) else NO_COPY
-            log.warning("no copy of the weights: %s; %s", error, follows)
+            log.warning("no copy of the weights: %s; %s", str(error), follows)  # a record would keep the error's frames
         else:
             seconds = time.monotonic() - began
             log.info("a copy of the weights, %d bytes, is in %s after %.2f s", backup.nbytes, backup.place, seconds)
