@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,24 @@ def test_a_token_that_is_not_allowed_is_an_error(grammars: Grammars):
 # --- grammars that take their time
 
 
+def test_another_tokenizer_is_followed_from_then_on(grammars: Grammars, tmp_path: Path):
+    def allowed() -> bytes:
+        mask = settled(grammars.start(Grammar("regex", "a"))).mask
+        assert mask is not None
+        return mask
+
+    before = allowed()
+    grammars.move(tmp_path)  # which has none
+    assert allowed() == before
+    words = json.loads((tiny_checkpoint("llama") / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    under_way = settled(grammars.start(Grammar("regex", "b")))
+    grammars.move(tmp_path)
+    assert allowed() == under_way.mask != before
+
+
 def test_a_slow_grammar_ends_at_its_deadline_and_its_thread_is_replaced(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ):
@@ -186,7 +205,7 @@ def test_a_slow_grammar_ends_at_its_deadline_and_its_thread_is_replaced(
     monkeypatch.setattr(module, "NUM_COMPILERS", 1)
     slow = Grammars(tiny_checkpoint("llama"), vocab_size=320, end_ids=(257,))
     with monkeypatch.context() as patch:
-        patch.setattr(slow, "_compile", lambda grammar: hang.wait(20))
+        patch.setattr(slow, "_compile", lambda *_: hang.wait(20))
         guide = settled(slow.start(Grammar("regex", "a")))
     assert guide.error is not None and (guide.error.status, guide.error.code) == (400, "grammar_too_slow")
     monkeypatch.setattr(module, "COMPILE_SECONDS", 10.0)
@@ -199,7 +218,7 @@ def test_grammars_that_find_no_thread_are_to_come_back(grammars: Grammars, monke
     hang = threading.Event()
     monkeypatch.setattr(module, "COMPILE_SECONDS", 0.05)
     monkeypatch.setattr(module, "MAX_THREADS", 2)
-    monkeypatch.setattr(grammars, "_compile", lambda grammar: hang.wait(20))
+    monkeypatch.setattr(grammars, "_compile", lambda *_: hang.wait(20))
     guides = [grammars.start(Grammar("regex", text)) for text in ("a", "b", "c")]
     errors = [settled(guide).error for guide in guides]
     assert [error and error.status for error in errors] == [400, 400, 503]

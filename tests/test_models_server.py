@@ -3,7 +3,9 @@ process."""
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +78,25 @@ def test_an_update_takes_what_is_in_the_folder(server: Serving) -> None:
     assert done.status_code == 200 and answer(server, "updated") == expected
     other = server.http.post("/update_weights", json={"model_id": "updated", "model_path": path("qwen3")})
     assert refused(other) == (400, "model_invalid") and answer(server, "updated") == expected
+
+
+def test_an_update_brings_the_tokenizer_to_text_and_to_grammars(server: Serving, tmp_path: Path) -> None:
+    def letters() -> str:
+        asked = {"type": "regex", "regex": "a{4}"}
+        said = server.complete(prompt="x", max_tokens=8, model="worded", response_format=asked)
+        return str(said["choices"][0]["text"])
+
+    fork(server.http, path("llama"), model_id="worded")
+    assert letters() == "aaaa"
+    other = tmp_path / "other words"
+    shutil.copytree(path("llama"), other)
+    words = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    done = server.http.post("/update_weights", json={"model_id": "worded", "model_path": str(other)}).json()
+    assert done["tokenizer"] == "exchanged" and letters() == "aaaa"
+    assert server.http.delete("/v1/models/worded").json()["deleted"]
 
 
 def test_paused_requests_run_at_last(server: Serving) -> None:

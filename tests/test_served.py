@@ -136,6 +136,39 @@ def test_weights_are_exchanged(http: httpx.Client, models: Path) -> None:
     assert refused(answer) == (503, "weights_memory_unavailable") and listed(http)["updated"]["root"] == old
 
 
+def test_a_tokenizer_comes_with_the_weights_it_belongs_to(http: httpx.Client, models: Path) -> None:
+    def said() -> str:
+        return str(ask(http, "hé", chat=True, model="worded").json()["choices"][0]["message"]["content"])
+
+    def update(path: str) -> str:
+        return str(http.post("/update_weights", json={"model_id": "worded", "model_path": path}).json()["tokenizer"])
+
+    old = folder(models, "worded")
+    fork(http, old)
+    assert said() == "HÉ!"
+    assert update(old) == "kept" and update(folder(models, "same words")) == "kept"
+    other = folder(models, "other words", template="{% for m in messages %}{{ m.content }}?{% endfor %}")
+    assert update(other) == "exchanged" and said() == "hé?"
+    assert http.get("/tokenizer_info", params={"model": "worded"}).json()["chat_template"].endswith("?{% endfor %}")
+    (models / "same words" / "tokenizer.json").unlink()
+    assert update(str(models / "same words")) == "kept" and said() == "hé?"  # weights alone
+    folder(models, "same words")
+    assert http.post("/update_weights", json={"model_id": "worded"}).json()["tokenizer"] == "exchanged"
+    assert said() == "HÉ!"  # the same folder has other files by now
+
+
+def test_a_tokenizer_stays_with_weights_that_stay(http: httpx.Client, models: Path) -> None:
+    fork(http, folder(models, "steady"))
+    torn = folder(models, "torn words", template=None)
+    (models / "torn words" / "tokenizer.json").write_text("{")
+    answer = http.post("/update_weights", json={"model_id": "steady", "model_path": torn})
+    assert refused(answer) == (400, "model_invalid") and "cannot be read" in error_of(answer)["message"]
+    scarce = folder(models, "scarce", template=None, error=[503, "weights_memory_unavailable"])
+    answer = http.post("/update_weights", json={"model_id": "steady", "model_path": scarce})
+    assert answer.status_code == 503 and listed(http)["steady"]["root"] == str(models / "steady")
+    assert ask(http, "hé", chat=True, model="steady").json()["choices"][0]["message"]["content"] == "HÉ!"
+
+
 def test_a_paused_models_requests_wait(http: httpx.Client, server: Server, loud: str) -> None:
     paused = http.post("/pause", json={"model_id": loud}).json()
     assert paused["status"] == "paused" and paused["models"] == {loud: {"before": "running", "after": "paused"}}

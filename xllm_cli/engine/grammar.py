@@ -178,18 +178,25 @@ class Guide:
         return RequestError(f"{self._param}: {text}", code=code, param=self._param)
 
 
+class _Words:
+    """A tokenizer's file, and what was read of it, by the tokens that end a text."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
+
+
 class Grammars:
     """Compiles grammars for a tokenizer and keeps the last ones."""
 
     def __init__(self, folder: str | Path, *, vocab_size: int, end_ids: Iterable[int]) -> None:
         """`folder` holds tokenizer.json, read when the first grammar comes; `end_ids` end a text."""
-        self._path = Path(folder) / "tokenizer.json"
+        self._words = _Words(Path(folder) / "tokenizer.json")
         self._vocab_size = vocab_size
         self._end_ids = frozenset(end_ids)
         self._compilers = Threads(NUM_COMPILERS, "grammar compiler")
         self._followers = Threads(NUM_FOLLOWERS, "grammar")
         self._compiled: OrderedDict[Grammar, Future[object]] = OrderedDict()
-        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
         self._reading = threading.Lock()  # between compilers only; the loop never takes it
 
     def start(self, grammar: Grammar) -> Guide:
@@ -197,11 +204,18 @@ class Grammars:
         future = self._compiled.get(grammar)
         if future is None:
             future = self._compiled[grammar] = Future()
-            self._compilers.submit(future, partial(self._compile, grammar))
+            self._compilers.submit(future, partial(self._compile, grammar, self._words))
         self._compiled.move_to_end(grammar)
         if len(self._compiled) > MAX_KEPT:
             self._compiled.popitem(last=False)
         return Guide(future, self._compilers, self._followers, param=grammar.param)
+
+    def move(self, folder: str | Path) -> None:
+        """Compile what comes with the tokenizer in `folder`, if there is one. Guides under way keep theirs."""
+        path = Path(folder) / "tokenizer.json"
+        if path.is_file():
+            self._words = _Words(path)
+            self._compiled.clear()
 
     def close(self) -> None:
         """Let the threads end."""
@@ -210,10 +224,10 @@ class Grammars:
 
     # --- in the compilers' threads
 
-    def _compile(self, grammar: Grammar) -> _Place:
+    def _compile(self, grammar: Grammar, words: _Words) -> _Place:
         if len(grammar.text.encode()) > MAX_TEXT_BYTES:
             raise _invalid(grammar, f"it is longer than {MAX_TEXT_BYTES} bytes")
-        tokenizer = self._tokenizer(tuple(sorted({*self._end_ids, *grammar.end_ids})))
+        tokenizer = self._tokenizer(words, tuple(sorted({*self._end_ids, *grammar.end_ids})))
         try:
             source = _source(grammar)
         except ValueError as error:
@@ -225,13 +239,13 @@ class Grammars:
         # even an empty text ends with a token
         return _Place(matcher, mask, is_complete=False, end_ids=tuple(tokenizer.eos_tokens))
 
-    def _tokenizer(self, end_ids: tuple[int, ...]) -> LLTokenizer:
+    def _tokenizer(self, words: _Words, end_ids: tuple[int, ...]) -> LLTokenizer:
         with self._reading:
-            if end_ids not in self._tokenizers:
-                self._tokenizers[end_ids] = LLTokenizer(
-                    str(self._path), n_vocab=self._vocab_size, eos_token=list(end_ids) or None
+            if end_ids not in words.tokenizers:
+                words.tokenizers[end_ids] = LLTokenizer(
+                    str(words.path), n_vocab=self._vocab_size, eos_token=list(end_ids) or None
                 )
-            return self._tokenizers[end_ids]
+            return words.tokenizers[end_ids]
 
 
 def wait_for(guides: Iterable[Guide], seconds: float) -> None:

@@ -63,6 +63,10 @@ class Guided:
                 self._schedule(sequence)
         return outputs
 
+    def read_words_from(self, folder: str) -> None:
+        """Compile with the tokenizer of this folder from now on, if it has one."""
+        self._grammars.move(folder)
+
     def close(self) -> None:
         """End the threads that compile."""
         self._grammars.close()

@@ -155,6 +155,7 @@ class Host(Steps):
         model = self._staying(name)
         self._look_everywhere()
         self._joining.update(model, path or model.path, self._models.values())
+        model.engine.read_words_from(model.path)
         self._touched.update(self._models.values())
 
     def begin_remove(self, name: str, mode: Mode = "refuse") -> Departure:

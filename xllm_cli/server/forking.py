@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -39,7 +41,7 @@ from xllm_cli.server.orders import (
 )
 from xllm_cli.server.served import ServedModel
 from xllm_cli.server.state import ServerState
-from xllm_cli.server.tokenizer import Tokenizer
+from xllm_cli.server.tokenizer import Tokenizer, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class ForkRequest(Transfer):
 
 class UpdateRequest(Order):
     """POST /update_weights: exchange a model's weights for those in `model_path`, also called `path`; left out, they
-    are read again from where they came."""
+    are read again from where they came. Tokenizer and template go with them where they differ."""
 
     model_id: str | None = None
     model_path: Folder | None = None
@@ -103,13 +105,13 @@ def routes(state: ServerState, guard: Guard) -> APIRouter:
         asked = await read(UpdateRequest, request)
         model = state.models.find(asked.model_id, "model_id")
         path = asked.model_path or asked.path or ""
-        if path:
-            await asyncio.to_thread(_check_folder, path)
+        tokenizer = await asyncio.to_thread(_read_update, model, path, state.settings["model"])
         command = UpdateWeights(command_id=command_id(), model=model.model_id, model_path=path)
         done = await carry_out(state, command, MOVE_SECONDS)
-        model.path = path or model.path
+        model.path, model.tokenizer = path or model.path, tokenizer or model.tokenizer
         logger.info("%s has the weights of %s, %.1f s", model.model_id, model.path, done.seconds)
-        return answer(model.model_id, done, model_path=model.path, taken=done.taken, freed=done.freed)
+        kept = "kept" if tokenizer is None else "exchanged"
+        return answer(model.model_id, done, model_path=model.path, tokenizer=kept, taken=done.taken, freed=done.freed)
 
     return router
 
@@ -160,10 +162,31 @@ def _read_checkpoint(path: str, flags: dict[str, Any]) -> Tokenizer:
     """The tokenizer in the folder, in a thread. RequestError 400 for a folder that cannot be served."""
     _check_folder(path)
     parsers = {"tool_call_parser": flags["tool_call_parser"], "reasoning_parser": flags["reasoning_parser"]}
-    try:
+    with _explained():
         return Tokenizer.from_folder(path, **parsers)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What is wrong with a folder's files leaves as a RequestError 400."""
+    try:
+        yield
     except ModelError as error:
         raise RequestError(str(error), code="model_invalid", param="model_path") from error
+
+
+def _read_update(model: ServedModel, path: str, flags: dict[str, Any]) -> Tokenizer | None:
+    """The tokenizer for weights from `path`, "" being where the model came from, in a thread; None where it is the same
+    or there is none: who trains a model writes its weights alone at times. RequestError 400 for a folder that cannot be
+    used."""
+    if path:
+        _check_folder(path)
+    path = path or model.path
+    if not os.path.isfile(os.path.join(path, "tokenizer.json")):
+        return None
+    with _explained():
+        is_same = model.tokenizer is not None and model.tokenizer.digest == digest_of(path)
+    return None if is_same else _read_checkpoint(path, flags)
 
 
 def _check_folder(path: str) -> None:

@@ -7,6 +7,7 @@ byte by byte (exact and constant time per token), all others through a small win
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,10 @@ from xllm_cli.server.templates import ChatTemplate, TemplateError
 REPLACEMENT = "\ufffd"
 LETTERS_PER_TOKEN = 16  # far above any language's average, so the beginning of a hopeless text is hopeless
 MAX_SEAM_TOKENS = 64  # how many tokens a cut in the middle of a word may add
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "config.json",
+    "generation_config.json",
+)  # fmt: skip
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -62,6 +67,7 @@ class Tokenizer:
         self.chat_template: str | None = None
         self._compile_template(config.get("chat_template"))
         self.habits = habits_of(self.chat_template, tool_call_parser, reasoning_parser)
+        self.digest = b""  # of the files it was made from, see digest_of()
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, tool_call_parser: str = "", reasoning_parser: str = "") -> Tokenizer:
@@ -73,6 +79,7 @@ class Tokenizer:
             raise ModelError(f"model folder {folder} does not exist; `xllm fetch` brings a small one")
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json; a model folder in the Hugging Face layout is needed")
+        digest = digest_of(folder)  # before anything is read: what changes meanwhile differs the next time
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises bare Exception, nothing narrower exists
@@ -84,7 +91,9 @@ class Tokenizer:
         if jinja.is_file():
             config["chat_template"] = jinja.read_text(encoding="utf-8")
         ends = _eos_token_ids(folder)
-        return cls(backend, config, ends, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
+        made = cls(backend, config, ends, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
+        made.digest = digest
+        return made
 
     @property
     def vocab_size(self) -> int:
@@ -255,6 +264,18 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
     return tokens
+
+
+def digest_of(folder: str | Path) -> bytes:
+    """Of the files that from_folder() reads, those that are there. ModelError for one that cannot be read."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in (Path(folder) / name for name in FILES):
+        try:
+            data = path.read_bytes() if path.is_file() else b""
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        found.update(f"{path.name} {len(data)} ".encode() + data)
+    return found.digest()
 
 
 def _eos_token_ids(folder: Path) -> set[int]:
