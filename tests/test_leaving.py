@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -11,9 +13,23 @@ from checkpoints import tiny_checkpoint
 from pool_models import KINDS, PAGE, Models, alone, answers, closing_clean, driver_of, hosted, open_llm
 
 from xllm_cli import LLM
-from xllm_cli.core import Done, Fork, Output, Remove, Request, SamplingParams, Sleep, Snapshot, UpdateWeights, Wake
+from xllm_cli.core import (
+    Done,
+    Fork,
+    Grammar,
+    Output,
+    Remove,
+    Request,
+    SamplingParams,
+    Sleep,
+    Snapshot,
+    UpdateWeights,
+    Wake,
+)
+from xllm_cli.engine import grammar
 from xllm_cli.engine.commands import Commands
 from xllm_cli.engine.slumber import Bed
+from xllm_cli.engine.turns import Turns
 from xllm_cli.errors import RequestError
 
 LLAMA, QWEN = tiny_checkpoint("llama"), tiny_checkpoint("qwen3")
@@ -257,3 +273,66 @@ def test_who_left_may_come_again_from_elsewhere(models: Models) -> None:
     assert loop.done["late"].error is None and loop.done["late"].ready is not None
     models.of["other"] = LLAMA
     models.check_answers()
+
+
+def test_it_does_not_leave_while_another_is_made_of_its_weights(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are just coming back for the other."""
+    monkeypatch.setattr("xllm_cli.vmm.weights.FILL_PAGES", 1)
+    monkeypatch.setattr("xllm_cli.engine.host.IDLE_SLICE", 0.0)
+    monkeypatch.setattr("xllm_cli.engine.host.BUSY_SLICE", 0.0)
+    models.llm.host.engine("other").sleep(Bed(2))
+    loop = Loop(models.llm)
+    loop.commands.take(Fork(command_id="fork", model="copy", model_path=str(QWEN)))
+    loop.step()
+    assert not loop.done and hosted(models.llm)["other"].loaded is not None
+    assert refused(lambda: models.llm.host.remove("other")) == (409, "model_changing")
+    loop.until("fork")
+    models.of["copy"] = QWEN
+    models.remove("other")
+    models.check_answers()
+
+
+def test_who_waits_to_leave_lets_others_be_made_of_its_weights(models: Models) -> None:
+    loop = Loop(models.llm)
+    ask(models.llm, "other")
+    loop.step()
+    loop.commands.take(Remove(command_id="go", model="other", mode="wait"))
+    loop.commands.take(Fork(command_id="fork", model="copy", model_path=str(QWEN)))
+    loop.until("go", "fork")
+    assert loop.done["go"].error is None and loop.done["fork"].error is None
+    del models.of["other"]
+    models.of["copy"] = QWEN
+    models.check_answers()
+
+
+def test_a_grammar_that_hangs_keeps_nobody(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    hang = threading.Event()
+    monkeypatch.setattr(grammar.Grammars, "_compile", lambda *_: hang.wait(60))
+    sampling = SamplingParams(max_tokens=4, grammar=Grammar("regex", "a"))
+    models.llm.host.submit(Request(request_id="guided", prompt_ids=[1], sampling=sampling, model="other"))
+    models.llm.host.step()
+    before = time.monotonic()
+    models.llm.host.remove("other", "abort")
+    assert time.monotonic() - before < grammar.CLOSE_SECONDS / 2
+    hang.set()
+    del models.of["other"]
+    deadline = time.monotonic() + 20
+    while any("grammar" in thread.name for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_turns_are_taken_without_who_is_gone() -> None:
+    turns: Turns[str] = Turns()
+    for who in ("a", "b"):
+        turns.ran(turns.next(["a", "b"]), 1.0)
+        turns.ran(who, 1.0)
+    turns.forget("a")
+    turns.forget("nobody")
+    assert turns.next(["b"]) == "b"
+    turns.ran("b", 5.0)
+    assert turns.next(["a", "b"]) == "a", "who comes again under its name starts where the others are"
+    turns.ran("a", 0.5)
+    assert turns.next(["a", "b"]) == "a", "and has had nothing of what the one before had"

@@ -417,9 +417,9 @@ class Engine(Steps):
         """Assert every invariant of the cache; for tests."""
         self._cache.check()
 
-    def close(self) -> bool:
-        """End the ranks; False if a page or a view leaked."""
-        self._guided.close()
+    def close(self, *, at_once: bool = False) -> bool:
+        """End the ranks; False if a page or a view leaked. `at_once`: a grammar that takes long is not waited for."""
+        self._guided.close(at_once=at_once)
         return self._group.close()
 
     # --- one request

@@ -66,15 +66,15 @@ class Threads:
         if len(self._threads) < MAX_THREADS:
             self._count += 1
 
-    def close(self) -> None:
-        """What is queued is dropped. The threads end, within seconds even those in native code: ending the interpreter
-        under them would crash it."""
+    def close(self, seconds: float) -> None:
+        """What is queued is dropped. The threads end, after so many seconds at most even those in native code: ending
+        the interpreter under them would crash it."""
         with contextlib.suppress(queue.Empty):
             while (job := self._work.get_nowait()) is not None:
                 job[0].cancel()
         for _ in self._threads:
             self._work.put(None)
-        deadline = time.monotonic() + CLOSE_SECONDS
+        deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._threads.clear()
@@ -217,10 +217,10 @@ class Grammars:
             self._words = _Words(path)
             self._compiled.clear()
 
-    def close(self) -> None:
-        """Let the threads end."""
-        self._compilers.close()
-        self._followers.close()
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Let the threads end. Those of either kind that have not after so many seconds do so when they can."""
+        self._compilers.close(seconds)
+        self._followers.close(seconds)
 
     # --- in the compilers' threads
 

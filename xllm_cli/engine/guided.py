@@ -67,6 +67,6 @@ class Guided:
         """Compile with the tokenizer of this folder from now on, if it has one."""
         self._grammars.move(folder)
 
-    def close(self) -> None:
-        """End the threads that compile."""
-        self._grammars.close()
+    def close(self, *, at_once: bool) -> None:
+        """End the threads that compile; `at_once`: those that take long are not waited for."""
+        self._grammars.close(*([0.0] if at_once else []))

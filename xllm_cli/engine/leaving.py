@@ -93,7 +93,7 @@ class Leaving:
         self._former = add_counters(self._former, model.engine.snapshot().counters)
         self._late += model.engine.take_late()
         model.loaded = None  # its tensors look at the range that is released
-        is_closed = model.engine.close()
+        is_closed = model.engine.close(at_once=True)
         if self._pool is not None:
             gc.collect()
             is_closed = is_closed or self._pool.close_again()
