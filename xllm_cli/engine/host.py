@@ -234,8 +234,10 @@ class Host(Steps):
             if events.map_seconds is not None:
                 seconds = (seconds or 0.0) + events.map_seconds
         self._look_everywhere(only=[model for model in stepped if model.engine.needs.of_pool])
+        is_anybody_short = any(engine.needs.of_pool for engine in self._engines)
         helped = self._room.settle(stepped, list(self._models.values()))
-        self._look_everywhere(only=helped)
+        # what moved since the last step is in no observation yet, and the snapshot is made of the latest
+        self._look_everywhere(only=[*helped, self._stepped_last] if is_anybody_short else helped)
         self._touched.update(helped)
         self._let_leave()
         return StepEvents(outputs + self._leaving.take_late(), self.snapshot(), seconds)
