@@ -44,7 +44,7 @@ class Host(Steps):
         flags = start.config.vmm
         self._clock = clock
         self._room = Room(auto_sleep=flags.auto_sleep, auto_wake=flags.auto_wake, clock=clock)
-        self._joining = Joining(start, built.cache.limits, self._room)
+        self._joining = Joining(start, built, self._room)
         self._waking = Waking(self._joining, self._room)
         self._leaving = Leaving(start.pool)
         first = HostedModel(built.ready.model_id, start.config.model.model, built, clock())
@@ -133,7 +133,6 @@ class Host(Steps):
         built = self._joining.fork(name, path, self._models.values())
         made = self._models[name] = HostedModel(name, path, built, self._clock())
         self._touched.update(self._models.values())
-        made.engine.set_limit(self._find("").cache.limits.limit)
         if level:
             self._lay_down(made, level)
         return made.ready

@@ -13,7 +13,7 @@ from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import Ready
 from xllm_cli.engine.engine import Engine
 from xllm_cli.engine.start import Built
-from xllm_cli.worker.sharing import Loaded
+from xllm_cli.worker.sharing import Loaded, WeightsShare
 
 
 class HostedModel:
@@ -66,12 +66,7 @@ class HostedModel:
 
     def look(self, others: Iterable[HostedModel], joining: int = 0) -> None:
         """See what the others hold by now, and what is free. `joining` bytes are about to be a newcomer's weights."""
-        kv, weights = 0, {}
-        for other in others:
-            kv += other.kv_in_pool
-            if other.loaded is not None and (self.loaded is None or other.weights_id != self.weights_id):
-                weights[other.weights_id] = other.loaded.weights.claimed_bytes
-        self.cache.set_elsewhere(kv=kv if self.cache.page_bytes > 1 else 0, weights=sum(weights.values()) + joining)
+        tell(self.cache, others, None if self.loaded is None else self.loaded.weights, joining)
         self.engine.look()
 
     @property
@@ -79,6 +74,16 @@ class HostedModel:
         """The same for all names that share weights."""
         assert self.loaded is not None
         return id(self.loaded.weights.weights)
+
+
+def tell(cache: CacheManager, others: Iterable[HostedModel], own: WeightsShare | None, joining: int = 0) -> None:
+    """Tell a cache what the others hold. Weights that are its `own`, too, are nobody else's."""
+    kv, weights = 0, {}
+    for other in others:
+        kv += other.kv_in_pool
+        if other.loaded is not None and (own is None or other.weights_id != id(own.weights)):
+            weights[other.weights_id] = other.loaded.weights.claimed_bytes
+    cache.set_elsewhere(kv=kv if cache.page_bytes > 1 else 0, weights=sum(weights.values()) + joining)
 
 
 def _files(path: str) -> list[tuple[str, int, int]]:

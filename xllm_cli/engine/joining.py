@@ -15,20 +15,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from xllm_cli.cache.budget import Limits
-from xllm_cli.engine.hosted import HostedModel
+from xllm_cli.cache.manager import CacheManager
+from xllm_cli.engine.hosted import HostedModel, tell
 from xllm_cli.engine.parts import Start, load_weights
 from xllm_cli.engine.room import Room
 from xllm_cli.engine.slices import Sliced, forget_frames
 from xllm_cli.engine.slumber import weights_required
-from xllm_cli.engine.start import Built, build, explained
+from xllm_cli.engine.start import Built, Meet, build, explained
 from xllm_cli.errors import DeviceError, MemoryShortage, ModelError, RequestError
 from xllm_cli.loading import open_checkpoint
 from xllm_cli.models.registry import load_config
 from xllm_cli.neighbours.peers import PeerCounters
 from xllm_cli.vmm.pool import PagePool
 from xllm_cli.worker.exhaustion import bytes_refused
-from xllm_cli.worker.sharing import Loaded
+from xllm_cli.worker.shared_observer import SharedObserver
+from xllm_cli.worker.sharing import Loaded, WeightsShare
 from xllm_cli.worker.weights import WeightsError
 
 log = logging.getLogger("xllm.engine")
@@ -41,10 +42,14 @@ class Joining:
     """Forks and updates over what the first model started from. `models` are all, the first one first, whoever comes
     and goes while something is done in slices."""
 
-    def __init__(self, start: Start, limits: Limits, room: Room) -> None:
+    def __init__(self, start: Start, first: Built, room: Room) -> None:
         self._slices = start.slices
-        self._start = replace(start, progress=lambda phase: log.info("another model: %s", phase))
-        self._limits = limits
+        self._start = replace(
+            start,
+            progress=lambda phase: log.info("another model: %s", phase),
+            observer=SharedObserver(first.observer),
+        )
+        self._limits = first.cache.limits
         self._room = room
         self.peers = PeerCounters()
         self._copied: Loaded | None = None  # what a fork in the middle shares
@@ -95,7 +100,7 @@ class Joining:
         wants = self._bytes_of(path) if twin is None else twin.weights.bytes_to_wake
         self._copied = twin
         try:
-            built = self._make(build, start, models, wants=wants)
+            built = self._make(lambda start: build(start, _meeting(models)), start, models, wants=wants)
         finally:
             self._copied = None
         built.engine.report_neighbours(self.peers)
@@ -244,6 +249,16 @@ def _tell(error: BaseException) -> None:
 def _twin(path: str, models: Collection[HostedModel]) -> Loaded | None:
     """Weights from the same files, if there are some."""
     return next((model.loaded for model in models if model.comes_from(path)), None)
+
+
+def _meeting(models: Collection[HostedModel]) -> Meet:
+    """What a newcomer's books are told of these."""
+
+    def meet(cache: CacheManager, weights: WeightsShare | None) -> None:
+        tell(cache, models, weights)
+        cache.set_limit(next(iter(models)).cache.limits.limit)
+
+    return meet
 
 
 def _room_for_weights(models: Collection[HostedModel]) -> int:

@@ -35,6 +35,7 @@ from xllm_cli.vmm.weights import WeightArena
 from xllm_cli.worker.device import Device
 from xllm_cli.worker.group import LocalGroup
 from xllm_cli.worker.kv_store import KvStore, PhysicalKvStore, VirtualKvStore
+from xllm_cli.worker.memory import MemoryObserver
 from xllm_cli.worker.sharing import Loaded, WeightsShare
 from xllm_cli.worker.staging import Staging
 from xllm_cli.worker.weights import Weights
@@ -55,8 +56,8 @@ class Start:
 
     What takes long, as reading weights does, pauses in `slices` often: the loop may go on, and somebody wants to know
     that the engine lives. `pool` holds the pages of KV and weights, None where neither lives in pages. A model that
-    joins others in it has their `limits` and `stamps`, `room` for so many bytes of weights at most, and a `twin` if one
-    of them comes from the same checkpoint: it shares its weights.
+    joins others in it has their `limits`, `stamps` and `observer`, `room` for so many bytes of weights at most, and a
+    `twin` if one of them comes from the same checkpoint: it shares its weights.
     """
 
     config: Config
@@ -68,6 +69,7 @@ class Start:
     slices: SliceQueue
     stamps: Iterator[int] = field(default_factory=lambda: count(1))
     limits: Limits | None = None
+    observer: MemoryObserver | None = None
     twin: Loaded | None = None
     room: int | None = None
 
@@ -208,7 +210,9 @@ def open_cache(start: Start, rank: Rank) -> CacheManager:
 def open_group(start: Start, rank: Rank) -> LocalGroup:
     """The ranks, each with its store and observer."""
     store = _open_store(start, rank.spec, rank.size)
-    observer = start.opened.enter_context(closing(start.device.open_observer(start.driver, store)))
+    observer = start.observer
+    if observer is None:
+        observer = start.opened.enter_context(closing(start.device.open_observer(start.driver, store)))
     worker = Worker(
         rank.model,
         store,

@@ -41,14 +41,16 @@ from xllm_cli.vmm.driver import Driver, VmmError, VmmShortage
 from xllm_cli.worker.device import open_device
 from xllm_cli.worker.graphs import GraphOptions, graph_sizes
 from xllm_cli.worker.group import LocalGroup
-from xllm_cli.worker.sharing import Loaded
+from xllm_cli.worker.memory import MemoryObserver
+from xllm_cli.worker.sharing import Loaded, WeightsShare
 
 log = logging.getLogger("xllm.engine")
 
 WARM_UP_TOKENS = 64
 WARM_UP_SECONDS = 20.0
-JOINING_SECONDS = 0.5  # of a model that joins others: they stand still meanwhile, and may have the memory it wants
 WARM_UP_ID = "warm-up"
+
+Meet = Callable[[CacheManager, WeightsShare | None], None]
 
 
 class Built(NamedTuple):
@@ -59,6 +61,7 @@ class Built(NamedTuple):
     cache: CacheManager
     form: ModelConfig
     loaded: Loaded | None
+    observer: MemoryObserver
 
 
 def build_engine(config: Config, progress: Progress, driver: Driver | None = None) -> tuple[Engine, Ready]:
@@ -101,13 +104,15 @@ def explained() -> Iterator[None]:
         raise DeviceError(f"the device failed while the KV cache was set up: {error}") from error
 
 
-def build(start: Start) -> Built:
-    """One model's engine. What it opens stays in `start.opened`: the engine closes it, too."""
+def build(start: Start, meet: Meet = lambda cache, weights: None) -> Built:
+    """One model's engine. What it opens stays in `start.opened`: the engine closes it, too. `meet` tells the books of
+    one that joins others what they hold."""
     config, device = start.config, start.device
     model_config = load_config(config.model.model)
     parts = _open_model(start)
     cache, group = parts.cache, parts.group
     cache.observe(group.observe())
+    meet(cache, group.weights)
     check_capacity(cache, model_config.max_positions)
     engine = Engine(
         Scheduler(cache, step_limits(config, device.prefill_tokens, model_config.vocab_size)),
@@ -119,7 +124,7 @@ def build(start: Start) -> Built:
         grammars=Grammars(config.model.model, vocab_size=model_config.vocab_size, end_ids=model_config.eos_token_ids),
     )
     start.progress("warming up")
-    warm_up(engine, model_config.max_positions, WARM_UP_SECONDS if start.limits is None else JOINING_SECONDS)
+    _warm_up(start, engine, model_config.max_positions)
     _capture_graphs(start, group, model_config.max_positions)
     cache.observe(group.observe())
     ready = Ready(
@@ -133,7 +138,7 @@ def build(start: Start) -> Built:
         snapshot=engine.snapshot(),
     )
     loaded = None if group.weights is None else Loaded(parts.model, group.weights)
-    return Built(engine, ready, cache, model_config, loaded)
+    return Built(engine, ready, cache, model_config, loaded, group.observer)
 
 
 def join(config: Config) -> Neighbours:
@@ -200,14 +205,29 @@ def _capture_graphs(start: Start, group: LocalGroup, context: int) -> None:
         group.capture(GraphOptions(runtime=runtime, sizes=sizes, max_context=context))
 
 
-def warm_up(engine: Engine, context: int, seconds: float = WARM_UP_SECONDS) -> None:
-    """One short request through every stage, so that the first user's does not pay for first touches. It has so many
-    seconds, and whatever memory there is."""
-    prompt = [0] * min(WARM_UP_TOKENS, context - 2)
-    wanted = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    engine.submit(Request(request_id=WARM_UP_ID, prompt_ids=prompt, sampling=wanted))
-    engine.drain(time.monotonic() + seconds)
-    if engine.has_work:
-        log.warning("the warm-up request did not end within %g s; starting without", seconds)
-        engine.abort(WARM_UP_ID)
+def _warm_up(start: Start, engine: Engine, context: int) -> None:
+    """One short request through every stage, so that the first user's does not pay for first touches, and so that it is
+    known what a step needs.
+
+    A twin runs what has run: nothing is new but, where rows are padded, the pages of block 0. Others that join have
+    whatever memory there is now: the models that are there stand still meanwhile.
+    """
+    if start.twin is None or start.device.pads_rows:
+        wanted = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        prompt = [0] * min(1 if start.twin is not None else WARM_UP_TOKENS, context - 2)
+        engine.submit(Request(request_id=WARM_UP_ID, prompt_ids=prompt, sampling=wanted))
+        if start.limits is None:
+            engine.drain(time.monotonic() + WARM_UP_SECONDS)
+        else:
+            _drain_while_it_runs(engine, most=2 * WARM_UP_TOKENS)
+        if engine.has_work:
+            log.warning("the warm-up request found no memory; starting without")
+            engine.abort(WARM_UP_ID)
     engine.start_counting()
+
+
+def _drain_while_it_runs(engine: Engine, *, most: int) -> None:
+    for _ in range(most):
+        engine.step()
+        if not engine.is_running:
+            return

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from xllm_cli.core import Observation, StepPlan, StepResult
 from xllm_cli.worker.graphs import GraphOptions
+from xllm_cli.worker.memory import MemoryObserver
 from xllm_cli.worker.sharing import Loaded, WeightsShare
 from xllm_cli.worker.worker import Worker
 
@@ -72,6 +73,11 @@ class LocalGroup:
     def relieve(self) -> int:
         """See Group."""
         return self._worker.relieve()
+
+    @property
+    def observer(self) -> MemoryObserver:
+        """Who watches the memory of this process."""
+        return self._worker.observer
 
     @property
     def weights(self) -> WeightsShare | None:

@@ -56,7 +56,7 @@ class Worker:
         self._captured: GraphOptions | None = None
         self._model = model
         self._store = store
-        self._observer = observer
+        self.observer = observer
         self._block_size = block_size
         self._layers: list[LayerKV] = model.kv_views(store.tensor, block_size=block_size, num_blocks=num_blocks)
 
@@ -86,19 +86,19 @@ class Worker:
 
     def observe(self) -> Observation:
         """An observation outside a step: what happened since the last one, such as a model that woke, was none."""
-        self._observer.begin_step()
-        return self._observer.observe()
+        self.observer.begin_step()
+        return self.observer.observe()
 
     def relieve(self) -> int:
         """Bytes that the device got back of what an allocator only cached."""
-        return self._observer.relieve()
+        return self.observer.relieve()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan. Without its pages no row runs; surplus handles leave only after a step that had them."""
         started = time.perf_counter()
         outcome = self._store.apply(plan.delta, plan.keep_free)
         map_seconds = time.perf_counter() - started if plan.delta.map else None
-        self._observer.begin_step()
+        self.observer.begin_step()
         ran = self._attempt(plan.rows) if outcome.mapped and plan.rows else _Ran()
         if outcome.mapped:
             self._store.trim()
@@ -116,9 +116,9 @@ class Worker:
 
     def _look(self, plan: StepPlan) -> Observation:
         """What is free, once what an allocator only caches has been given back if it was short."""
-        seen = self._observer.observe()
-        if (plan.short or seen.free < plan.keep_free) and self._observer.relieve():
-            return self._observer.observe()
+        seen = self.observer.observe()
+        if (plan.short or seen.free < plan.keep_free) and self.observer.relieve():
+            return self.observer.observe()
         return seen
 
     def break_off(self, plan: StepPlan) -> StepResult:
@@ -134,7 +134,7 @@ class Worker:
             refused = bytes_refused(error)
             if refused is None:
                 raise
-            self._observer.exhausted(refused)
+            self.observer.exhausted(refused)
             return _Ran(exhausted=str(error).split("\n", maxsplit=1)[0] or type(error).__name__)
 
     @torch.inference_mode()
@@ -165,7 +165,7 @@ class Worker:
             self._graphs.close()
             self._graphs = None  # it knows the model
         self._layers.clear()
-        self._observer.close()
+        self.observer.close()
         if self.weights is None:
             return self._store.close()
         self.__dict__.pop("_model", None)  # its tensors look at the pages of the weights
