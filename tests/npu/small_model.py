@@ -18,8 +18,8 @@ NUM_TENSORS = 2 * LAYERS
 BLOCKS_PER_PAGE = (2 << 20) // (128 * HEADS * HEAD_DIM * 4)
 
 
-def write_small_model(folder: Path) -> Path:
-    """Write the checkpoint, float32, into `folder`, and return it."""
+def write_small_model(folder: Path, seed: int = 5) -> Path:
+    """Write the checkpoint, float32, into `folder`, and return it. Another `seed` gives other weights."""
     tiny = tiny_checkpoint("llama_tied")
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -31,12 +31,12 @@ def write_small_model(folder: Path) -> Path:
         "tie_word_embeddings": False,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _weights() -> dict[str, torch.Tensor]:
-    draw = torch.Generator().manual_seed(5)
+def _weights(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=draw) / columns**0.5

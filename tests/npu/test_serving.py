@@ -42,7 +42,7 @@ def serving(references: None, model: Path, tmp_path_factory: pytest.TempPathFact
     os.environ |= {REPORT: f"{folder}/report-%p.json", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
     made = Serving(
         folder, model, "--device=npu", "--dtype=float32", "--enable_vmm_kvcache=true", "--vmm_elastic=true",
-        f"--max_cache_size={3 * NUM_TENSORS * 2}MiB",
+        "--enable_vmm_weights=true", f"--max_cache_size={3 * NUM_TENSORS * 2}MiB",
     )  # fmt: skip
     del os.environ[REPORT], os.environ["PYTORCH_NPU_ALLOC_CONF"]
     yield made
@@ -66,12 +66,25 @@ def test_answers_under_pressure_are_the_cpus_and_the_books_balance(serving: Serv
     assert ask(serving, clear[-1][0]) == clear[-1][1]
     memory = serving.vmm()
     assert (memory["device"], memory["driver"], memory["page_bytes"]) == ("npu", "acl", 2 * MIB)
-    assert memory["mapped"] == sum(memory[band] for band in ("kv_live", "kv_cached", "kv_idle", "kv_spare"))
+    assert memory["mapped"] == sum(memory[band] for band in ("kv_live", "kv_cached", "kv_idle", "kv_spare", "weights"))
     assert memory["preemptions_total"] > 0 and serving.metric("vllm:prefix_cache_hits_total") > 0
 
 
-def ask(serving: Serving, prompt: list[int]) -> str:
-    answer = serving.complete(model="small", prompt=prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+def test_models_sleep_wake_and_join_and_answer_the_same(serving: Serving, model: Path) -> None:
+    prompt = prompts_of(1)[0]
+    before, weights = ask(serving, prompt, count=6), serving.vmm()["weights"]
+    assert weights > 0
+    for body in ({"master_status": 1}, {"master_status": 2}, {"park": True}):
+        assert serving.http.post("/sleep", json=body).status_code == 200
+        assert serving.vmm()["weights"] == 0 and serving.http.post("/wakeup", json={}).status_code == 200
+        assert ask(serving, prompt, count=6) == before
+    assert serving.http.post("/fork_master", json={"model_path": str(model), "model_id": "twin"}).status_code == 200
+    assert ask(serving, prompt, "twin", count=6) == before and serving.vmm()["weights"] == weights
+    assert "the manual loader copied" in serving.log.read_text()
+
+
+def ask(serving: Serving, prompt: list[int], model: str = "small", count: int = NUM_TOKENS) -> str:
+    answer = serving.complete(model=model, prompt=prompt, max_tokens=count, ignore_eos=True)
     return answer["choices"][0]["text"]
 
 
