@@ -177,15 +177,15 @@ class Host(Steps):
         self._touched.add(model)
         return departure
 
-    def remove(self, name: str, mode: Literal["refuse", "abort"] = "refuse") -> None:
+    def remove(self, name: str, mode: Literal["refuse", "abort"] = "refuse") -> str:
         """Take a model out, with all that it holds; its name is free then. Requests that it ends are told with the next
-        round.
+        round. Returns what is worth telling, such as that the device is slow to take addresses back.
 
         RequestError as begin_remove(), and 503 if the device keeps a page: the model stays then.
         """
         departure = self.begin_remove(name, mode)
         self._let_leave()
-        departure.result()
+        return departure.result()
 
     def _is_changing(self, name: str) -> bool:
         """It is being forked, updated or woken, or another is forked that shares its weights."""

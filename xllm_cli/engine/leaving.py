@@ -98,7 +98,7 @@ class Leaving:
             gc.collect()
             is_closed = is_closed or self._pool.close_again()
             self._pool.trim()
-        return "" if is_closed else "the device did not take all addresses back yet; they are tried again"
+        return "" if is_closed else "the device did not take all addresses back yet: they are tried again"
 
     def take_late(self) -> list[Output]:
         """The last outputs of those who left, once."""

@@ -147,7 +147,8 @@ class PagePool:
     def close_again(self) -> bool:
         """Try what could not be closed before; True if nothing of that is left."""
         self._closes_at = time.monotonic() + CLOSE_AGAIN_SECONDS
-        self._unclosed = [attempt for attempt in self._unclosed if not attempt()]
+        # the last first: an arena is closed once whoever has pages in it, and failed after it, has unmapped them
+        self._unclosed = [attempt for attempt in reversed(self._unclosed) if not attempt()][::-1]
         return not self._unclosed
 
     def trim(self) -> int:
