@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import tiny_checkpoint
+from msgspec.structs import replace
 from pool_models import GREEDY, KINDS, answers, closing_clean, open_llm
+from pool_models import twisted as make_twisted
 from test_models_pool import fork, memory_for, submit
 from test_weights_home import tensors
 
 from xllm_cli import LLM
-from xllm_cli.core import Snapshot
+from xllm_cli.core import Request, SamplingParams, Snapshot
 from xllm_cli.engine import host
 from xllm_cli.engine.slices import Sliced
 from xllm_cli.engine.slumber import Bed
@@ -59,6 +62,7 @@ def test_they_add_up_while_weights_are_read(kind: str, names: list[str], monkeyp
                 seen.add(snapshot.memory.weights if snapshot else 0)
             assert max(seen) > before, "a reader sees the newcomer's weights come"
             check_bands(llm.host.step().snapshot)
+            assert llm.memory()["weights"] == sum(facts["weights"] for facts in llm.memory()["models"].values())
 
 
 def test_they_add_up_while_models_take_memory_from_one_another() -> None:
@@ -90,3 +94,25 @@ def test_every_architecture_lies_in_pages_whole_and_survives_every_level(archite
         architecture.engine.sleep(bed)
         architecture.engine.wake()
         assert answers(architecture) == expected, bed
+
+
+def test_a_running_request_goes_on_with_new_weights_and_nothing_of_the_old(tmp_path: Path) -> None:
+    twisted = make_twisted(tmp_path / "twisted")
+    prompt, wanted = [7, 8, 9] * 20, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    with closing_clean(open_llm("elastic")) as llm:
+        assert llm.host.submit(Request(request_id="long", prompt_ids=prompt, sampling=wanted)) is None
+        before = tokens_of(llm, lambda got: len(got) < 8)
+        llm.host.update("llama", str(twisted))
+        after = tokens_of(llm, lambda _: llm.host.has_work)
+    with open_llm("elastic", twisted) as llm:
+        rest = replace(wanted, max_tokens=24 - len(before))
+        (expected,) = llm.generate([prompt + before], rest)
+    assert len(before) >= 8 and after == expected.token_ids
+
+
+def tokens_of(llm: LLM, goes_on: Callable[[list[int]], bool]) -> list[int]:
+    """What the only request gets while that holds."""
+    got: list[int] = []
+    while goes_on(got):
+        got += [token for output in llm.host.step().outputs for token in output.token_ids]
+    return got
