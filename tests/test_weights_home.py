@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import tiny_checkpoint
 from test_sleep import open_llm
 
 from xllm_cli import LLM
@@ -52,3 +54,11 @@ def test_every_parameter_and_table_lies_in_the_arena(llm: LLM) -> None:
 def test_at_most_a_page_is_wasted(llm: LLM) -> None:
     weights, memory = llm.engine._group.weights.weights, llm.memory()
     assert 0 <= memory["weights"] - weights._arena.used < memory["page_bytes"]
+
+
+@pytest.mark.parametrize("flags", [{}, {"enable_manual_loader": True}, {"enable_vmm_weights": True}])
+def test_the_log_says_that_a_cpu_stages_nothing(flags: dict[str, bool], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with LLM(tiny_checkpoint("llama"), device="cpu", vmm_elastic=True, max_cache_size=16 << 20, **flags):
+        said = [record.message for record in caplog.records if "weights read in" in record.message]
+    assert len(said) == 1 and said[0].endswith("bytes, packed straight into place: the device's memory is the host's")

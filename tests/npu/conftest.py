@@ -43,3 +43,11 @@ def emulator() -> Iterator[Emulator]:
     left = one.leaks()
     assert not left.get("handles") and not left.get("mappings") and not one.violations()
     assert left.get("host_blocks", []) == before
+
+
+@pytest.fixture
+def lazy(emulator: Emulator) -> Iterator[None]:
+    """Queued work runs when somebody waits for it: what nobody waits for shows."""
+    emulator.script("streams lazy")
+    yield
+    emulator.script("streams immediate")

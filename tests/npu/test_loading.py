@@ -6,15 +6,16 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 from ascendcl import Emulator
 
 from npu.parity import prompts_of
 from xllm_cli import LLM
 from xllm_cli.core import SamplingParams
-from xllm_cli.errors import DeviceError
+from xllm_cli.errors import DeviceError, MemoryShortage
 from xllm_cli.worker.staging import BUFFER_BYTES
 
-pytestmark = [pytest.mark.npu, pytest.mark.usefixtures("computing")]
+pytestmark = [pytest.mark.npu, pytest.mark.usefixtures("computing", "lazy")]
 MIB = 1 << 20
 DRIVER_FAILED, OUT_OF_MEMORY = 507899, 207001
 FLAGS = {"device": "npu", "dtype": "float32", "max_cache_size": 64 * MIB}
@@ -67,6 +68,15 @@ def test_without_pinned_memory_weights_are_copied_as_they_are_read(
     with LLM(model, **FLAGS, enable_manual_loader=True) as llm:
         assert "weights are copied as they are read: the host has no" in log.text
         assert answers(llm) == expected
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_model_that_does_not_fit_is_a_shortage_in_one_sentence(model: Path, emulator: Emulator, staged: bool) -> None:
+    torch.npu.empty_cache()
+    emulator.inject("aclrtMallocAlign32", OUT_OF_MEMORY, nth=1, count=9)
+    with pytest.raises(MemoryShortage, match="no memory for the model: NPU out of memory") as caught:
+        LLM(model, **FLAGS, enable_manual_loader=staged)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from xllm_cli.core import SamplingParams
 from xllm_cli.engine.slumber import Bed
 from xllm_cli.errors import RequestError
 
-pytestmark = [pytest.mark.npu, pytest.mark.usefixtures("computing")]
+pytestmark = [pytest.mark.npu, pytest.mark.usefixtures("computing", "lazy")]
 MIB = 1 << 20
 PAGE = 2 * MIB
 DRIVER_FAILED, OUT_OF_MEMORY = 507899, 207001

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -154,13 +154,24 @@ def _read_model(start: Start, memory: WeightMemory | None) -> Model:
     manual: AbstractContextManager[Staging | None] = nullcontext()
     if start.config.implied_manual_loader:
         manual = device.open_staging()
-    with closing(open_checkpoint(flags.model)) as checkpoint, manual as staging, device.guard():
+    with closing(open_checkpoint(flags.model)) as checkpoint, manual as staging, _in_words(device):
         ops = device.open_ops(memory, None if staging is None else staging.put)
         model = build_model(load_config(flags.model), ops, checkpoint, flags.dtype)
         if staging is not None:
             staging.finish()
     log.info("weights read in %.2f s: %s", time.monotonic() - began, _how_loaded(start, model, staging))
     return model
+
+
+@contextmanager
+def _in_words(device: Device) -> Iterator[None]:
+    """What ends a loading for the device's sake leaves as a MemoryShortage or DeviceError."""
+    try:
+        with device.guard():
+            yield
+    except torch.OutOfMemoryError as error:
+        text = str(error).split("\n", maxsplit=1)[0]
+        raise MemoryShortage(f"the device has no memory for the model: {text}") from error
 
 
 def _how_loaded(start: Start, model: Model, staging: Staging | None) -> str:
