@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from checkpoints import tiny_checkpoint
 from real_server import Serving
 from several_models import fork, listed, refused
 
 MIB = 1 << 20
+LEAK = 32 * MIB  # a third of a MiB a model: less than its weights
 FLAGS = (
     "--enable_vmm_weights=true", "--enable_vmm_kvcache=true", "--vmm_elastic=true", "--block_size=16",
     "--dtype=float32", f"--max_cache_size={64 * MIB}",
@@ -166,6 +168,42 @@ ORDERS = (
     ("/wakeup", {}), ("/update_weights", {}), ("/vmm/trim", {}), ("/fork_master", {}), ("/v1/models", {"mode": "wait"}),
     ("/v1/models", {"mode": "abort"}),
 )  # fmt: skip
+
+
+def held_by(server: Serving) -> list[tuple[int, ...]]:
+    """Of the API process and of the engine: threads, files, mappings, and bytes that only it has."""
+    found = []
+    api = psutil.Process(server.process.pid)
+    for process in (api, *api.children(recursive=True)):
+        mappings = len(process.memory_maps(grouped=False))
+        found.append((process.num_threads(), process.num_fds(), mappings, process.memory_full_info().uss))
+    return found
+
+
+@pytest.mark.slow
+def test_a_hundred_models_come_and_go(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, tiny_checkpoint("llama"), *FLAGS, f"--vmm_neighbours_dir={tmp_path}")
+    guided = {"response_format": {"type": "regex", "regex": "a{3}"}, "prompt": "x"}
+
+    def come_and_go(number: int) -> None:
+        name = f"model-{number % 3}"
+        fork(serving.http, path(("llama", "qwen3")[number % 2]), model_id=name)
+        serving.complete(**(ASKED if number % 5 else guided), model=name)
+        assert serving.http.delete(f"/v1/models/{name}").json()["deleted"]
+
+    for number in range(20):
+        come_and_go(number)
+    holds_what_it_says(serving)
+    before, series = held_by(serving), len(serving.http.get("/metrics").text.splitlines())
+    for number in range(100):
+        come_and_go(number)
+    holds_what_it_says(serving)
+    time.sleep(1)  # threads that are to end, and sockets
+    for was, now in zip(before, held_by(serving), strict=True):
+        assert now[0] <= was[0] + 1 and now[1] <= was[1] + 3 and now[2] <= was[2] + 40, (was, now)
+        assert now[3] - was[3] < LEAK, (was, now)
+    assert len(serving.http.get("/metrics").text.splitlines()) == series
+    assert serving.stop() == 0 and "Traceback" not in serving.log.read_text()
 
 
 @pytest.mark.slow

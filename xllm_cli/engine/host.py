@@ -4,6 +4,8 @@ A round: every model that has something due takes a step, those with rows one at
 then whoever lacks memory is seen to (room.py). With one model a round is that model's step and nothing else.
 
 Owns which models there are. How one is built is start.py's, what a step does the engine's business.
+
+Longer than other files: all that may be asked of an engine is here once more, of one of them or of all.
 """
 
 from __future__ import annotations
