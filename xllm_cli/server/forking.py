@@ -33,8 +33,7 @@ from xllm_cli.server.orders import (
     answer,
     carry_out,
     command_id,
-    guarded,
-    need_weights,
+    moving,
     read,
     refuse_transfer,
     schema,
@@ -85,12 +84,11 @@ class UpdateRequest(Order):
 
 def routes(state: ServerState, guard: Guard) -> APIRouter:
     """The router over this state."""
-    router = guarded(guard)
+    router = moving(state, guard)
     one_at_a_time = asyncio.Lock()
 
     @router.post("/fork_master", openapi_extra=schema(ForkRequest))
     async def fork(request: HttpRequest) -> Response:
-        need_weights(state)
         asked = await read(ForkRequest, request)
         _refuse_what_is_missing(state, asked)
         if (there := _existing(state, asked)) is not None:
@@ -101,7 +99,6 @@ def routes(state: ServerState, guard: Guard) -> APIRouter:
 
     @router.post("/update_weights", openapi_extra=schema(UpdateRequest))
     async def update_weights(request: HttpRequest) -> Response:
-        need_weights(state)
         asked = await read(UpdateRequest, request)
         model = state.models.find(asked.model_id, "model_id")
         path = asked.model_path or asked.path or ""

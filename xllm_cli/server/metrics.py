@@ -1,8 +1,8 @@
 """GET /metrics: the engine's last snapshot and the server's own instruments in Prometheus' text format.
 
-Every series exists at zero before the engine is ready, those of a forked model from then on until it is removed. `vllm:` names have vLLM's
-meaning, so that its dashboards and gateways work unchanged; `xllm:` names are our own. What is the server's and not a
-model's, but has a `model_name` all the same, has the first model's.
+Every series exists at zero before the engine is ready, those of a forked model from then on until it is removed.
+`vllm:` names have vLLM's meaning, so that its dashboards and gateways work unchanged; `xllm:` names are our own. What
+is the server's and not a model's, but has a `model_name` all the same, has the first model's.
 """
 
 from __future__ import annotations

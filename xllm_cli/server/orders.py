@@ -53,13 +53,21 @@ def guarded(guard: Guard) -> APIRouter:
     return APIRouter(dependencies=[Depends(guard)])
 
 
+def moving(state: ServerState, guard: Guard) -> APIRouter:
+    """A router for orders that move weights or share them: RequestError 400 if they are not in pages (R4)."""
+
+    async def check() -> None:
+        _need_weights(state)
+
+    return APIRouter(dependencies=[Depends(guard), Depends(check)])
+
+
 def command_id() -> str:
     """A name for one command, never used again."""
     return uuid.uuid4().hex
 
 
-def need_weights(state: ServerState) -> None:
-    """RequestError 400 without weights in pages (R4): there is nothing then that could be moved or shared."""
+def _need_weights(state: ServerState) -> None:
     if not state.settings["vmm"]["enable_vmm_weights"]:
         drafted = bool(state.settings["speculative"]["draft_model"])
         remedy = "start the server with --enable_vmm_weights=true" + (" and without --draft_model" if drafted else "")

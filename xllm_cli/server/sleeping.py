@@ -27,8 +27,7 @@ from xllm_cli.server.orders import (
     answer,
     carry_out,
     command_id,
-    guarded,
-    need_weights,
+    moving,
     read,
     refuse_transfer,
     schema,
@@ -60,11 +59,10 @@ class WakeRequest(Transfer):
 
 def routes(state: ServerState, guard: Guard) -> APIRouter:
     """The router over this state."""
-    router = guarded(guard)
+    router = moving(state, guard)
 
     @router.post("/sleep", openapi_extra=schema(SleepRequest, level=[1, 2], mode=MODES))
     async def sleep(request: HttpRequest) -> Response:
-        need_weights(state)
         asked = await read(SleepRequest, request)
         model = state.models.find(asked.model_id, "model_id")
         command = Sleep(
@@ -76,13 +74,11 @@ def routes(state: ServerState, guard: Guard) -> APIRouter:
 
     @router.post("/wakeup", openapi_extra=schema(WakeRequest))
     async def wakeup(request: HttpRequest) -> Response:
-        need_weights(state)
         asked = await _asked(request)
         return await _wake(state, state.models.find(asked.model_id, "model_id"))
 
     @router.post("/wake_up", openapi_extra=schema(WakeRequest, tags=list(TAGS)))
     async def wake_up(request: HttpRequest) -> Response:
-        need_weights(state)
         asked = await _asked(request, "tags")
         model = state.models.find(asked.model_id, "model_id")
         tags = _tags(request.query_params.getlist("tags"))
