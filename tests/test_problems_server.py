@@ -32,11 +32,26 @@ def heavy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     assert serving.stop() == 0 and "Traceback" not in serving.log.read_text(), serving.log.read_text()
 
 
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server of tiny models."""
+    folder = tmp_path_factory.mktemp("several")
+    serving = Serving(folder, tiny_checkpoint("llama"), *FLAGS, "--block_size=16", f"--vmm_neighbours_dir={folder}")
+    yield serving
+    assert serving.stop() == 0 and "Traceback" not in serving.log.read_text(), serving.log.read_text()
+
+
 def held(server: Serving) -> int:
     """What the server's processes hold, once what was only kept for a moment has left."""
     server.http.post("/vmm/trim", json={})
     server.wait_until(lambda memory: memory["kv_spare"] == memory["free_handles"] == 0)
     return held_bytes(server.process.pid)
+
+
+def test_weights_are_in_memory_once(heavy: Serving, several: Serving) -> None:
+    """What a server holds besides its pages is the same for a large model as for a tiny one, awake and asleep."""
+    pages, weights = heavy.vmm()["physical"], heavy.vmm()["weights"]
+    assert weights > 3 * NOISE and held(heavy) - pages <= held(several) - several.vmm()["physical"] + 2 * NOISE
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -51,15 +66,6 @@ def test_a_sleeper_has_no_second_copy_and_a_cycle_leaves_nothing(heavy: Serving,
         heavy.http.post("/wakeup", json={})
         assert heavy.complete(**ASKED)["choices"][0]["text"] == expected
         assert held(heavy) <= awake + NOISE
-
-
-@pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server of tiny models."""
-    folder = tmp_path_factory.mktemp("several")
-    serving = Serving(folder, tiny_checkpoint("llama"), *FLAGS, "--block_size=16", f"--vmm_neighbours_dir={folder}")
-    yield serving
-    assert serving.stop() == 0 and "Traceback" not in serving.log.read_text(), serving.log.read_text()
 
 
 def is_held(card: dict[str, Any]) -> bool:
