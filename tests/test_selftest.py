@@ -16,6 +16,7 @@ from xllm_cli.models.ops.base import Heads, Ops
 from xllm_cli.models.ops.cpu import CpuOps
 from xllm_cli.vmm.driver import Driver, FaultyDriver, open_driver
 from xllm_cli.worker import selftest
+from xllm_cli.worker.backup import FileBackup
 from xllm_cli.worker.cpu_device import CpuDevice
 from xllm_cli.worker.selftest import Finding, examine
 
@@ -66,6 +67,7 @@ def test_a_working_device_differs_only_in_the_page_it_was_given() -> None:
         f"{verb} µs" for verb in ("create", "map", "fence", "unmap", "destroy")
     ]
     assert {f.name for f in findings} >= {"driver", "memory", "attention", "attention on other pages"}
+    assert next(f.value for f in findings if f.name == "weights brought back").endswith("MiB/s, the same bytes")
     assert (device.driver.usage()["ranges"], device.driver.usage()["handles"]) == (0, 0)
 
 
@@ -74,12 +76,20 @@ def test_attention_over_the_wrong_blocks_is_seen() -> None:
     assert differing(findings) == ["page bytes", "attention", "attention on other pages", "attention in a window"]
 
 
+def test_weights_that_come_back_as_others_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileBackup, "fill", lambda self, chunk, offset: chunk.zero_())
+    assert differing(list(examine(Host()))) == ["page bytes", "weights brought back"]
+
+
 def test_a_window_that_is_a_token_too_wide_is_seen() -> None:
     findings = list(examine(Host(ops=WiderWindow())))
     assert differing(findings) == ["page bytes", "attention in a window"]
 
 
-@pytest.mark.parametrize(("verb", "nth", "name"), [("create", 3, "failure"), ("map", 40, "attention")])
+@pytest.mark.parametrize(
+    ("verb", "nth", "name"),
+    [("create", 3, "failure"), ("map", 40, "failure"), ("map", 3 * selftest.PAGES + 8, "attention")],
+)
 def test_a_driver_that_fails_is_a_finding_and_leaves_nothing(verb: str, nth: int, name: str) -> None:
     device = Host(FaultyDriver(open_driver("cpu", mode="4k", page_bytes=PAGE)))
     device.driver.fail(verb, nth, False)

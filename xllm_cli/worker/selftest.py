@@ -1,4 +1,4 @@
-"""What a device does, measured: pages, their cost, memory, and paged attention against the reference.
+"""What a device does, measured: pages, their cost, memory, copies, and paged attention against the reference.
 
     python -m xllm_cli.worker.selftest --device=npu
 
@@ -31,10 +31,12 @@ from xllm_cli.models.ops.reference import ReferenceOps
 from xllm_cli.vmm.arena import Arena
 from xllm_cli.vmm.driver import HUGE_PAGE_BYTES, Driver, VmmError
 from xllm_cli.vmm.pool import PagePool
+from xllm_cli.vmm.weights import WeightArena
 from xllm_cli.worker.device import Device, open_device
 from xllm_cli.worker.kv_store import VirtualKvStore
 
 PAGES = 32
+MIB = 1 << 20
 HEADS = Heads(num_heads=8, num_kv_heads=2, head_dim=64)
 BLOCK_SIZE = 128
 BLOCKS = 12
@@ -67,7 +69,11 @@ def examine(device: Device) -> Iterator[Finding]:
         yield _expect("page bytes", info.page_bytes, HUGE_PAGE_BYTES)
         yield Finding(name="memory", value=f"{info.free} bytes free of {info.total}", differs=info.free <= 0)
         ops = device.open_ops()
-        for step in (lambda: page_costs(driver, device), lambda: _attention(device, driver, ops)):
+        for step in (
+            lambda: page_costs(driver, device),
+            lambda: copies(driver, device),
+            lambda: _attention(device, driver, ops),
+        ):
             try:
                 yield from step()
             except (VmmError, XllmError, RuntimeError) as error:
@@ -119,12 +125,59 @@ class Stopwatch:
         yield
         self._seconds.setdefault(verb, []).append(time.perf_counter() - started)
 
+    def seconds(self, verb: str) -> float:
+        """Of all calls of a verb together."""
+        return sum(self._seconds[verb])
+
     def findings(self) -> list[Finding]:
         """One finding a verb."""
         return [
             Finding(name=f"{verb} µs", value=f"{median(each) * 1e6:.1f} in the middle, {max(each) * 1e6:.1f} at most")
             for verb, each in self._seconds.items()
         ]
+
+
+# --- weights
+
+
+def copies(driver: Driver, device: Device) -> list[Finding]:
+    """Bytes put into pages as a loader does, kept on the host as for a light sleep, and brought back into new pages."""
+    pool = PagePool(driver, page_bytes=driver.info().page_bytes)
+    nbytes = PAGES * pool.page_bytes
+    with closing(pool), closing(WeightArena(driver, pool, nbytes, device=device.dlpack, fence=device.fence)) as arena:
+        return _there_and_back(device, arena, nbytes)
+
+
+def _there_and_back(device: Device, arena: WeightArena, nbytes: int) -> list[Finding]:
+    drawn = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    there, watch = arena.take(drawn.shape, drawn.dtype), Stopwatch()
+    with watch.timing("loaded"), device.guard(), device.open_staging() as staging:
+        if staging is None:
+            there.copy_(drawn)
+        else:
+            staging.put(there, drawn)
+            staging.finish()
+    with closing(device.backups()[0](nbytes)) as backup:
+        with watch.timing("kept"):
+            backup.write(arena.read)
+        arena.discard()
+        with watch.timing("brought back"):
+            short = arena.restore(backup.fill, settle=backup.settle)
+        with device.guard():
+            is_same = not short and torch.equal(there.cpu(), drawn)
+    loaded, kept, back = (
+        f"{nbytes / watch.seconds(verb) / MIB:.0f} MiB/s" for verb in ("loaded", "kept", "brought back")
+    )
+    return [
+        Finding(name="weights loaded", value=f"{loaded}, {'plain copies' if staging is None else 'manual loader'}"),
+        Finding(name="weights kept", value=f"{kept}, in {backup.place}"),
+        Finding(
+            name="weights brought back",
+            value=f"{back}, {'the same' if is_same else short or 'other'} bytes",
+            expected="the same bytes",
+            differs=not is_same,
+        ),
+    ]
 
 
 # --- attention
