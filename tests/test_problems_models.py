@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from checkpoints import tiny_checkpoint
 from msgspec.structs import replace
-from pool_models import GREEDY, KINDS, answers, closing_clean, open_llm
+from pool_models import GREEDY, KINDS, Models, answers, closing_clean, open_llm
 from pool_models import twisted as make_twisted
 from test_models_pool import fork, memory_for, submit
 from test_weights_home import tensors
@@ -116,3 +117,32 @@ def tokens_of(llm: LLM, goes_on: Callable[[list[int]], bool]) -> list[int]:
     while goes_on(got):
         got += [token for output in llm.host.step().outputs for token in output.token_ids]
     return got
+
+
+def test_no_cycle_leaves_a_file_open() -> None:
+    """The copy of a light sleeper's weights is a file without a name: only its descriptor tells that it is there."""
+    with closing_clean(open_llm("elastic")) as llm:
+        models = Models(llm)
+
+        def cycle() -> None:
+            models.fork("comes", tiny_checkpoint("qwen3"))
+            for name in ("llama", "comes"):
+                for bed in (Bed(1), Bed(2), Bed(1, park=True)):
+                    llm.host.engine(name).sleep(bed)
+                    llm.host.wake(name)
+            llm.host.update("llama")
+            models.remove("comes")
+
+        cycle()
+        before = open_files()
+        for _ in range(3):
+            cycle()
+        deadline = time.monotonic() + 30
+        while open_files() > before and time.monotonic() < deadline:
+            time.sleep(0.05)  # the copy goes to the disk by and by, through a descriptor of its own
+        assert open_files() <= before
+
+
+def open_files() -> int:
+    """Descriptors of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
