@@ -81,6 +81,20 @@ def test_update(capsys: Capsys, server: Server, tmp_path: Path) -> None:
     assert ran.code == 1 and "503: what it lacks, with numbers" in ran.err
 
 
+def test_remove(capsys: Capsys, server: Server, tmp_path: Path) -> None:
+    run(capsys, server, "fork", folder(tmp_path, "leaves"))
+    ran = run(capsys, server, "remove", "leaves", "--mode=wait")
+    assert ran.code == 0 and ran.out.startswith("leaves: awake → absent in ") and "freed 4.0MiB" in ran.out
+    assert "leaves" not in run(capsys, server, "models").out
+    ran = run(capsys, server, "remove", "--model_id=leaves")
+    assert ran.code == 1 and "404: " in ran.err
+    ran = run(capsys, server, "remove", "tiny")
+    assert ran.code == 1 and "409: the first model stays" in ran.err
+    ran = run(capsys, server, "remove")
+    assert ran.code == 2 and "name the MODEL to remove" in ran.err
+    assert run(capsys, server, "remove", "tiny", "--mode=now").code == 2
+
+
 def test_limits_of_one_model(capsys: Capsys, server: Server) -> None:
     ran = run(capsys, server, "vmm", "limit", "3MiB", "--model_id=loud")
     assert ran.code == 0 and "limit 3.0MiB" in ran.out
