@@ -243,3 +243,12 @@ def test_a_pinned_backup_of_more_than_the_host_has_is_not_begun(emulator: Emulat
     with pytest.raises(MemoryShortage, match="9 bytes of pinned memory wanted, the host has 8 to give"):
         PinnedBackup(copies, 9, free=8, fence=lambda: None)
     assert emulator.calls("aclrtCreateStream") == 0
+
+
+@pytest.mark.parametrize("function", ["aclrtSynchronizeDevice", "aclrtUnmapMem", "aclrtDestroyStream", "aclrtFreeHost"])
+def test_what_is_refused_at_the_end_is_given_back_later(emulator: Emulator, tmp_path: Path, function: str) -> None:
+    model = Model(emulator, tmp_path)
+    emulator.inject(function, DRIVER_FAILED)
+    model.tensors.clear()
+    assert not model.weights.close() and model.pool.close_again()
+    model.close()

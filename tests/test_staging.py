@@ -114,6 +114,19 @@ def test_two_buffers_are_all_the_host_gives_and_one_is_filled_while_the_other_is
     assert staging.close()
 
 
+def test_the_second_buffer_is_on_its_way_before_the_first_is_waited_for(device: Device, emulator: Emulator) -> None:
+    staging, source = device.staging(), torch.randn(3 * BUFFER // 4)
+    to = device.take(source)
+    with emulator.tracing() as calls:
+        staging.put(to, source)
+    names = [call["call"] for call in calls if call["call"] != "aclrtSetDevice"]
+    assert names == ["aclrtMemcpyAsync"] * 2 + ["aclrtSynchronizeStreamWithTimeout", "aclrtMemcpyAsync"]
+    first, second, third = (call["arguments"][-1] for call in calls if call["call"] == "aclrtMemcpyAsync")
+    assert first == third != second, "each buffer has its stream"
+    staging.finish()
+    assert torch.equal(to, source) and staging.close()
+
+
 @pytest.mark.parametrize("code", [OUT_OF_MEMORY, DRIVER_FAILED])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_whatever_call_fails_nothing_is_left_and_the_next_loading_is_whole(
