@@ -146,3 +146,34 @@ def test_no_cycle_leaves_a_file_open() -> None:
 def open_files() -> int:
     """Descriptors of this process."""
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_parked_pages_are_anybodys_who_needs_them() -> None:
+    with memory_for(1.1) as llm:
+        expected = answers(llm)
+        llm.host.engine("").sleep(Bed(1, park=True))
+        assert llm.memory()["parked"] > 0
+        fork(llm, "other", "qwen3")
+        assert (llm.memory()["parked"], llm.host.engine("").model_state) == (0, "light")
+        llm.host.engine("other").sleep(Bed(1, park=True))
+        llm.host.wake("")
+        assert (llm.memory()["parked"], llm.host.engine("other").model_state) == (0, "light")
+        assert answers(llm) == expected
+        assert llm.close()
+
+
+@pytest.mark.parametrize("oldest", ["", "second"])
+def test_of_all_models_the_prefix_that_was_used_longest_ago_goes_first(oldest: str) -> None:
+    with closing_clean(open_llm("elastic")) as llm:
+        for name in ("second", "third"):
+            llm.host.fork(name, QWEN3)
+        newest = "second" if oldest == "" else ""
+        for model in (oldest, newest):
+            llm.generate([[number % 90 + 3 for number in range(400)]], GREEDY, model=model)
+        llm.idle()
+        before = {name: facts["kv_mapped"] for name, facts in llm.memory()["models"].items()}
+        llm.host.set_limit(sum(before.values()))
+        (answer,) = llm.generate([[5] * 20], GREEDY, model="third")
+        after = {name: facts["kv_mapped"] for name, facts in llm.memory()["models"].items()}
+        assert answer.error is None and after[oldest or "llama"] < before[oldest or "llama"]
+        assert after[newest or "llama"] == before[newest or "llama"]
