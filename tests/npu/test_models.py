@@ -178,17 +178,21 @@ def test_captured_steps_are_replayed_over_pages_that_came_back(
 
 
 FAULTS = [
-    ("aclrtSynchronizeDeviceWithTimeout", LIGHT),  # the fence
-    ("aclrtUnmapMem", DEEP),
-    ("aclrtMapMem", PARK),
-    ("aclrtMallocPhysical", LIGHT),
-    ("aclrtMemcpyAsync", LIGHT),
-    ("aclrtSynchronizeStreamWithTimeout", LIGHT),
-    ("aclrtMemcpyAsync", DEEP),  # the manual loader, then the new copy
-    ("aclrtMallocHost", DEEP),
-    ("aclrtFreeHost", DEEP),
-    ("aclrtCreateStream", DEEP),
-    ("aclrtDestroyStream", DEEP),
+    ("aclrtSynchronizeDeviceWithTimeout", LIGHT, 1),  # the fence
+    ("aclrtUnmapMem", DEEP, 1),
+    ("aclrtMapMem", PARK, 2),
+    ("aclrtMallocPhysical", LIGHT, 1),
+    ("aclrtMemcpyAsync", LIGHT, 1),
+    ("aclrtSynchronizeStreamWithTimeout", LIGHT, 1),
+    ("aclrtMemcpyAsync", DEEP, 1),  # the manual loader's
+    ("aclrtMallocHost", DEEP, 1),
+    ("aclrtCreateStream", DEEP, 2),
+    ("aclrtMallocHost", DEEP, 3),  # the new copy's: it is a file then
+    ("aclrtMemcpy", LIGHT, 1),  # from the file
+    ("aclrtFreeHost", DEEP, 1),  # the old copy's
+    ("aclrtDestroyStream", DEEP, 1),
+    ("aclrtFreeHost", DEEP, 2),  # the loader's: left until the next one
+    ("aclrtDestroyStream", DEEP, 3),
 ]
 
 
@@ -197,15 +201,18 @@ def test_a_fault_in_a_sleep_or_a_wake_up_is_a_503_and_the_next_try_works(
 ) -> None:
     with opened("elastic", model) as llm:
         before, engine = digest(llm), llm.host.engine("")
-        for function, bed in FAULTS:
+        for function, bed, nth in FAULTS:
             for code in (OUT_OF_MEMORY, DRIVER_FAILED):
                 emulator.reset()
-                emulator.inject(function, code, nth=1 if function != "aclrtMapMem" else 2)
+                emulator.inject(function, code, nth=nth)
                 insist(llm, lambda bed=bed: engine.sleep(bed))
                 insist(llm, lambda: llm.host.wake(""))
                 assert emulator.counters()[function].injected == 1, function
                 assert digest(llm) == before, (function, bed)
+        sleep(llm, DEEP)
+        llm.host.wake("")
         assert answers(llm) == alone[model]
+        assert len(emulator.leaks()["host_blocks"]) == 1, "the copy"
 
 
 def insist(llm: LLM, verb: Callable[[], object]) -> None:
