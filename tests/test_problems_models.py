@@ -18,6 +18,7 @@ from test_weights_home import tensors
 from xllm_cli import LLM
 from xllm_cli.core import Request, SamplingParams, Snapshot
 from xllm_cli.engine import host
+from xllm_cli.engine.room import AWAKE_SECONDS, CLAIM_SECONDS
 from xllm_cli.engine.slices import Sliced
 from xllm_cli.engine.slumber import Bed
 
@@ -177,3 +178,28 @@ def test_of_all_models_the_prefix_that_was_used_longest_ago_goes_first(oldest: s
         after = {name: facts["kv_mapped"] for name, facts in llm.memory()["models"].items()}
         assert answer.error is None and after[oldest or "llama"] < before[oldest or "llama"]
         assert after[newest or "llama"] == before[newest or "llama"]
+
+
+def test_a_model_that_was_just_woken_is_not_put_to_sleep_for_another() -> None:
+    with memory_for(1.1, auto_sleep=True, auto_wake=True) as llm:
+        llm.host.engine("").sleep(Bed(1))
+        fork(llm, "other", "qwen3")
+        now = [time.monotonic() + 100]
+        for clocked in (llm.host, llm.host._room, llm.host.engine(""), llm.host.engine("other")):
+            setattr(clocked, "_clock", lambda: now[0])  # noqa: B010 - of several classes
+        llm.host.engine("other").sleep(Bed(1))
+        llm.host.step()
+        llm.host.wake("other")
+        llm.host.step()
+        submit(llm, "busy", "other", tokens=100)
+        submit(llm, "waits", "")
+        llm.host.step()
+        now[0] += (CLAIM_SECONDS + AWAKE_SECONDS) / 2
+        for _ in range(20):
+            llm.host.step()
+        assert llm.host.engine("other").model_state == "awake" and not llm.host.engine("other").gives_way
+        now[0] += AWAKE_SECONDS
+        for _ in range(20):
+            llm.host.step()
+        assert llm.host.engine("other").gives_way
+        assert llm.close()
