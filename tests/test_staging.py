@@ -42,9 +42,11 @@ SOURCES = [
 @pytest.fixture
 def emulator() -> Iterator[Emulator]:
     with clean_emulator() as emulator:
+        AclCopies(0, str(acl_library())).call("aclrtSetDevice", 0)  # it has a stream of its own from then on
+        streams = emulator.report()["live"]["streams"]
         yield emulator
         emulator.script("streams immediate")
-        assert not emulator.leaks().get("host_blocks")
+        assert not emulator.leaks().get("host_blocks") and emulator.report()["live"]["streams"] == streams
 
 
 class Device:
