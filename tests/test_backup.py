@@ -37,7 +37,7 @@ ATTEMPTS = 20
 def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
     monkeypatch.setattr(arenas, "FILL_PAGES", CHUNK_PAGES)
     with clean_emulator() as emulator:
-        AclCopies(0, str(acl_library())).call("aclrtSetDevice", 0)  # it has a stream of its own from then on
+        open_kind("acl").close()  # the device has a stream of its own from then on
         streams = emulator.report()["live"]["streams"]
         yield emulator
         emulator.script("streams immediate")
