@@ -24,6 +24,7 @@ BEDS = [Bed(1), Bed(2), Bed(1, park=True)]
 NAMES = 5
 ORDERS, STEPS = 3, 14
 SLACK = 24 * MIB  # a hundredth of what a hundred leaked copies of the weights would be, and noise
+NOISE = (0, 0, 30, 1 << 15)  # threads, files, mappings, pages: heaps of the C library and of Python come and stay
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,7 @@ def test_a_hundred_who_came_and_left_leave_nothing(twisted: Path) -> None:
             come_and_go(models, twisted)
         assert held_by(llm) == held
         assert private_bytes() - uss < SLACK
-        assert all(now <= before for now, before in zip(traces_of_process(), traces, strict=True)), traces
+        assert all(now <= before + more for now, before, more in zip(traces_of_process(), traces, NOISE, strict=True))
         models.check_answers()
 
 
