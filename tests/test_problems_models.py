@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from checkpoints import tiny_checkpoint
 from msgspec.structs import replace
-from pool_models import GREEDY, KINDS, Models, answers, closing_clean, open_llm
+from pool_models import GREEDY, KINDS, MIB, PAGE, Models, answers, closing_clean, open_llm
 from pool_models import twisted as make_twisted
 from test_models_pool import fork, memory_for, submit
 from test_weights_home import tensors
@@ -21,6 +21,7 @@ from xllm_cli.engine import host
 from xllm_cli.engine.room import AWAKE_SECONDS, CLAIM_SECONDS
 from xllm_cli.engine.slices import Sliced
 from xllm_cli.engine.slumber import Bed
+from xllm_cli.errors import RequestError
 
 QWEN3 = str(tiny_checkpoint("qwen3"))
 ARCHITECTURES = ["gemma3_text", "llama", "llama_tied", "mistral", "qwen2", "qwen3"]
@@ -203,3 +204,19 @@ def test_a_model_that_was_just_woken_is_not_put_to_sleep_for_another() -> None:
             llm.host.step()
         assert llm.host.engine("other").gives_way
         assert llm.close()
+
+
+@pytest.mark.parametrize("size", [{"max_cache_size": 0, "max_memory_utilization": 0.9}, {"max_cache_size": 60 * MIB}])
+def test_physical_caches_are_never_promised_more_than_there_is(size: dict[str, Any]) -> None:
+    """A host's memory looks free until it is written: who sized by that would be killed for it, requests later."""
+    total, refused = 256 * MIB, ("", "")
+    with closing_clean(open_llm("weights alone", total=total, **size)) as llm:
+        expected = answers(llm)
+        for number in range(6):
+            try:
+                fork(llm, f"{number}", "qwen3")
+            except RequestError as error:
+                refused = error.code, error.message
+        assert refused[0] == "model_memory_unavailable" and str(total) in refused[1]
+        assert llm.memory()["physical"] <= total - llm.memory()["floor"] + PAGE
+        assert answers(llm) == expected

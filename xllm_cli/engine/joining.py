@@ -97,6 +97,7 @@ class Joining:
         while (twin := _twin(path, models)) is not None and twin.weights.are_coming:
             self._slices.wait()
         start = self._start.beside(self._limits, path, name, twin, ExitStack())
+        start = replace(start, promised=sum(model.cache.kv_bytes - model.kv_in_pool for model in models))
         wants = self._bytes_of(path) if twin is None else twin.weights.bytes_to_wake
         self._copied = twin
         try:

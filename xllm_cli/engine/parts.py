@@ -57,7 +57,8 @@ class Start:
     What takes long, as reading weights does, pauses in `slices` often: the loop may go on, and somebody wants to know
     that the engine lives. `pool` holds the pages of KV and weights, None where neither lives in pages. A model that
     joins others in it has their `limits`, `stamps` and `observer`, `room` for so many bytes of weights at most, and a
-    `twin` if one of them comes from the same checkpoint: it shares its weights.
+    `twin` if one of them comes from the same checkpoint: it shares its weights. `promised` are the bytes of their
+    physical KV.
     """
 
     config: Config
@@ -72,6 +73,7 @@ class Start:
     observer: MemoryObserver | None = None
     twin: Loaded | None = None
     room: int | None = None
+    promised: int = 0
 
     def beside(self, first: Limits, path: str, model_id: str, twin: Loaded | None, opened: ExitStack) -> Start:
         """The start of another model in the same pool, under the caps of the `first`."""

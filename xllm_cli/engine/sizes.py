@@ -33,10 +33,17 @@ class CacheSize:
 
 
 def size_cache(
-    config: Config, spec: CacheSpec, info: DriverInfo, largest_range: int | None = None, *, is_host: bool = True
+    config: Config,
+    spec: CacheSpec,
+    info: DriverInfo,
+    largest_range: int | None = None,
+    *,
+    is_host: bool = True,
+    promised: int = 0,
 ) -> CacheSize:
     """SPEC.md §4 and §5. Elastic: addresses for r of the device, or all of it. Fixed and physical: what is free now
-    less (1 - r) of the total. No tensor takes more than `largest_range` bytes of addresses.
+    less (1 - r) of the total. No tensor takes more than `largest_range` bytes of addresses. `promised` bytes are
+    others' of this process: a host's memory looks free until it is written.
 
     MemoryShortage if not even one block fits.
     """
@@ -47,7 +54,7 @@ def size_cache(
         room = cap or arena
     else:
         kept = floor_bytes(info.total, Limits(arena_bytes=0, ratio=config.kv_ratio, host=is_host))
-        arena = max(0, info.free - kept)
+        arena = max(0, min(info.free, info.total - promised) - kept)
         arena = min(arena, cap) if cap else arena
         if config.vmm.enable_vmm_kvcache:
             pages = arena // info.page_bytes

@@ -168,7 +168,9 @@ def _open_model(start: Start) -> _Parts:
     if start.limits is not None and config.vmm.enable_vmm_kvcache and not config.has_elastic_kv:
         size = size_beside(start.limits, spec, device.largest_range)
     else:
-        size = size_cache(config, spec, start.driver.info(), device.largest_range, is_host=device.is_host)
+        promised = start.promised + (0 if start.pool is None else start.pool.owned * start.pool.page_bytes)
+        info = start.driver.info()
+        size = size_cache(config, spec, info, device.largest_range, is_host=device.is_host, promised=promised)
     rank = Rank(model, weights, spec, size)
     return _Parts(model, open_cache(start, rank), open_group(start, rank), size)
 
