@@ -12,7 +12,7 @@ from checkpoints import tiny_checkpoint
 from msgspec.structs import replace
 from pool_models import GREEDY, KINDS, MIB, PAGE, Models, answers, closing_clean, open_llm
 from pool_models import twisted as make_twisted
-from test_models_pool import fork, memory_for, submit
+from test_models_pool import fork, memory_for, run_all, submit
 from test_weights_home import tensors
 
 from xllm_cli import LLM
@@ -219,4 +219,19 @@ def test_physical_caches_are_never_promised_more_than_there_is(size: dict[str, A
                 refused = error.code, error.message
         assert refused[0] == "model_memory_unavailable" and str(total) in refused[1]
         assert llm.memory()["physical"] <= total - llm.memory()["floor"] + PAGE
+        assert answers(llm) == expected
+
+
+@pytest.mark.parametrize("held_by", ["is_paused", "gives_way"])
+def test_whoever_is_held_back_is_not_told_that_there_is_no_memory(held_by: str) -> None:
+    with closing_clean(open_llm("elastic", memory_wait_seconds=0.05)) as llm:
+        fork(llm, "other", "qwen3")
+        expected = answers(llm)
+        setattr(llm.engine, held_by, True)
+        submit(llm, "waits", "")
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            assert llm.engine.step().outputs == []
+        setattr(llm.engine, held_by, False)
+        assert run_all(llm)["waits"].finish == "length"
         assert answers(llm) == expected
