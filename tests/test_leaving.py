@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from checkpoints import tiny_checkpoint
-from pool_models import KINDS, PAGE, Models, alone, answers, closing_clean, driver_of, hosted, open_llm
+from pool_models import KINDS, PAGE, Models, alone, answers, closing_clean, driver_of, hosted, open_llm, use_up_faults
 
 from xllm_cli import LLM
 from xllm_cli.core import (
@@ -86,20 +86,28 @@ def refused(change: object) -> tuple[int, str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_it_held_is_held_by_nobody(kind: str) -> None:
     with closing_clean(open_llm(kind)) as llm:
-        before, bytes_before = driver_of(llm).usage(), llm.memory()["physical"]
+        llm.host.trim()
+        llm.idle()
+        before, memory = driver_of(llm).usage(), llm.memory()
         models = Models(llm)
         models.fork("other", QWEN)
-        assert answers(llm, "other") == alone(QWEN).answers
+        for name in ("other", "llama"):
+            assert answers(llm, name) == alone(models.of[name]).answers
         models.remove("other")
+        llm.host.trim()
         llm.idle()
         models.check()
         after = driver_of(llm).usage()
         assert [after[name] for name in ("handles", "ranges")] == [before[name] for name in ("handles", "ranges")]
-        assert llm.memory()["physical"] == bytes_before and set(llm.memory()["models"]) == {"llama"}
+        now = llm.memory()
+        told = ("physical", "weights", "possible", "models")
+        assert {name: now[name] for name in told} == {name: memory[name] for name in told}
+        assert now["budget"]["arena"] == memory["budget"]["arena"], "nobody else holds any of it"
         models.check_answers()
 
 
 def test_its_objects_go_with_it(models: Models) -> None:
+    assert answers(models.llm, "other") == alone(QWEN).answers
     other = hosted(models.llm)["other"]
     traces = [weakref.ref(each) for each in (other, other.engine, other.cache, other.loaded[0])]
     del other
@@ -134,6 +142,25 @@ def test_the_first_stays(models: Models) -> None:
     for name in ("", "llama"):
         assert refused(lambda name=name: models.llm.host.remove(name)) == (409, "first_model")
     assert refused(lambda: models.llm.host.remove("nobody")) == (404, "model_not_found")
+    models.check_answers()
+
+
+def test_a_page_that_stays_keeps_its_model(models: Models) -> None:
+    """For as long as it stays: no page is nobody's."""
+    driver, host = driver_of(models.llm), models.llm.host
+    assert answers(models.llm, "other") == alone(QWEN).answers
+    driver.reset_counts()
+    for nth in range(1, 4):
+        driver.fail("unmap", nth, False)
+    with pytest.raises(
+        RequestError, match=r"other is not removed: the device kept \d+ bytes of its KV cache"
+    ) as caught:
+        host.remove("other")
+    assert (caught.value.status, caught.value.retry_after) == (503, 1)
+    use_up_faults(driver, 3)
+    assert answers(models.llm, "other") == alone(QWEN).answers
+    assert host.remove("other") == ""
+    del models.of["other"]
     models.check_answers()
 
 
@@ -228,6 +255,26 @@ def test_a_wait_can_be_cut_short(models: Models, ends: str) -> None:
     assert not any(done.error for done in loop.done.values())
     assert [output.error is None for output in loop.outputs if output.finish] == ([False] if ends == "abort" else [])
     del models.of["other"]
+
+
+def test_it_does_not_leave_while_it_wakes_for_who_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xllm_cli.vmm.weights.FILL_PAGES", 1)
+    monkeypatch.setattr("xllm_cli.engine.host.IDLE_SLICE", 0.0)
+    with closing_clean(open_llm("elastic", auto_wake=True)) as llm:
+        llm.host.fork("other", str(QWEN), level=1)
+        loop = Loop(llm)
+        ask(llm, "other")
+        loop.commands.take(Remove(command_id="go", model="other", mode="wait"))
+        loop.step()
+        loop.step()
+        loaded = hosted(llm)["other"].loaded
+        assert loaded is not None and loaded.weights.are_coming, "for the request that is waited for"
+        del loaded
+        llm.host.abort("open")
+        llm.host._let_leave()
+        assert "other" in hosted(llm) and llm.host.engine("other").is_waking
+        loop.until("go")
+        assert loop.done["go"].error is None and set(hosted(llm)) == {"llama"}
 
 
 def test_falling_asleep_it_leaves_all_the_same(models: Models) -> None:
