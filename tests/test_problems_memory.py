@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from checkpoints import tiny_checkpoint
 from simulated import MIB, Accelerator
 
 from xllm_cli import LLM
@@ -75,3 +76,18 @@ def test_pages_of_weights_leave_only_after_the_work_on_them(way: str) -> None:
     assert len(seen) == (2 if "fails" in way else 1)
     assert arena.close()
     pool.close()
+
+
+@pytest.mark.parametrize("verb", ["fork", "update"])
+def test_so_do_weights_that_are_read_anew(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    accelerator = Accelerator(64 * MIB)
+    with accelerator.serve(monkeypatch, enable_vmm_weights=True) as llm:
+        expected = tokens(llm)
+        accelerator.allocator.allocate(TEMPORARY)
+        accelerator.allocator.free(TEMPORARY)
+        assert accelerator.device.take(accelerator.driver.info().free)
+        if verb == "fork":
+            llm.host.fork("other", str(tiny_checkpoint("qwen3")))
+        else:
+            llm.host.update("llama")
+        assert tokens(llm) == expected and accelerator.allocator.num_emptied == 1

@@ -366,6 +366,10 @@ class Engine(Steps):
         self._slumber.see()
         self._cache.observe(self._group.observe())
 
+    def relieve(self) -> int:
+        """Somebody needs pages: bytes that an allocator only cached, and that are the device's again."""
+        return self._group.relieve()
+
     def report_neighbours(self, counters: PeerCounters) -> None:
         """Show these counters with the memory."""
         self._reporter.peers = counters

@@ -168,7 +168,10 @@ class Joining:
     ) -> Made:
         """`make` it once there is room for the bytes it `wants`; once more if it needed more than that. Room may be
         made by all `but` one."""
-        if missing := self._missing(wants, models):
+        missing = self._missing(wants, models)
+        if missing and next(iter(models)).engine.relieve():
+            missing = self._missing(wants, models)
+        if missing:
             self._room.make(but, missing, models)
         self.asks = wants if start.twin is None else 0  # the twin's are in the books
         try:
