@@ -235,3 +235,12 @@ def test_whoever_is_held_back_is_not_told_that_there_is_no_memory(held_by: str) 
         setattr(llm.engine, held_by, False)
         assert run_all(llm)["waits"].finish == "length"
         assert answers(llm) == expected
+
+
+def test_no_model_is_put_to_sleep_for_its_own_new_weights() -> None:
+    with memory_for(1.1, auto_sleep=True, auto_wake=True) as llm:
+        expected = answers(llm)
+        with pytest.raises(RequestError) as refused:
+            llm.host.update("llama")
+        assert (refused.value.status, refused.value.code) == (503, "model_memory_unavailable")
+        assert llm.engine.model_state == "awake" and answers(llm) == expected
