@@ -251,8 +251,7 @@ class Engine(Steps):
     def fall_asleep(self) -> None:
         """Go through with a sleep that waited for requests, if none is left. RequestError as sleep()."""
         if self._slumber.falling is not None and not self._sequences:
-            self._slumber.fall_asleep(self._slumber.falling, self.leave_pages)
-            self.look()
+            self.doze(self._slumber.falling)
 
     def wake(self) -> None:
         """Bring the weights back. RequestError if it cannot be; the model sleeps on then."""
@@ -264,7 +263,9 @@ class Engine(Steps):
         self._slumber.check_wake()
 
     def bring_back(self) -> None:
-        """wake(), of a model that is asleep, though `is_waking`."""
+        """wake(), of a model that is asleep, though `is_waking`. What only has to be mapped changes nothing that could
+        be looked at."""
+        takes = self._slumber.takes_memory
         try:
             self._slumber.wake(self._clock)
         except RequestError:
@@ -272,7 +273,8 @@ class Engine(Steps):
                 raise
             self.look()
             self._slumber.wake(self._clock)
-        self.look()
+        if takes:
+            self.look()
 
     @property
     def can_run(self) -> bool:
@@ -311,7 +313,8 @@ class Engine(Steps):
         device keeps a page."""
         assert not self._scheduler.running
         self._slumber.fall_asleep(bed, self.leave_pages)
-        self.look()
+        if not bed.park:
+            self.look()
 
     def leave_pages(self) -> None:
         """Let pages that no block needs go, at once; those that stay are tried again later, as always."""

@@ -35,7 +35,7 @@ class Needs:
     def of_device(self, now: float) -> int:
         """What the last plan, or a wake-up, lacked of the device's free memory; 0 if nothing that others hold."""
         short = self._scheduler.short_bytes
-        if not short:
+        if not short or self._slumber.is_asleep:
             return self._slumber.missing_bytes(now)
         if not self._lacks_free_memory:
             return 0

@@ -140,7 +140,8 @@ class Slumber:
         self.falling = None
         self._cache.forget_all()
         self._cache.forget_bytes(self._cache.bands()["mapped"])
-        leave_pages()
+        if self._cache.kv_bytes:
+            leave_pages()
         try:
             weights.park() if bed.park else weights.sleep(bed.level)
         except WeightsError as error:
@@ -180,6 +181,11 @@ class Slumber:
             self._missing_until = clock() + RETRY_SECONDS
             text = f"no memory for {weights.nbytes} bytes of weights: {short}"
             raise RequestError(text, status=503, code="weights_memory_unavailable", retry_after=RETRY_SECONDS)
+
+    @property
+    def takes_memory(self) -> bool:
+        """Pages must be found for a wake-up; else they are only to be mapped."""
+        return self._need_weights().bytes_to_wake > 0
 
     def shortage(self) -> str:
         """Why it would be in vain to begin: the caps on all models together, whatever is free, or what is free; "" if

@@ -80,7 +80,8 @@ class Waking:
         """Wait until no other name brings the same weights back, and see what is there then."""
         while model.loaded is not None and model.loaded.weights.are_coming:
             self._joining.wait()
-        model.look((other for other in models if other is not model), self._joining.asks)
+        if not _is_short(model):
+            model.look((other for other in models if other is not model), self._joining.asks)
 
 
 def _is_short(model: HostedModel) -> bool:
