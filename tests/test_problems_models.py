@@ -244,3 +244,15 @@ def test_no_model_is_put_to_sleep_for_its_own_new_weights() -> None:
             llm.host.update("llama")
         assert (refused.value.status, refused.value.code) == (503, "model_memory_unavailable")
         assert llm.engine.model_state == "awake" and answers(llm) == expected
+
+
+def test_a_model_is_used_until_its_last_request_has_ended() -> None:
+    with memory_for(2.2, auto_sleep=True) as llm:
+        fork(llm, "other", "qwen3")
+        submit(llm, "long", "", tokens=40)
+        submit(llm, "short", "other", tokens=2)
+        assert set(run_all(llm)) == {"long", "short"}
+        fork(llm, "third", "mistral")
+        states = {name: facts["state"] for name, facts in llm.memory()["models"].items()}
+        assert states == {"llama": "awake", "other": "light", "third": "awake"}
+        assert llm.close()
