@@ -40,6 +40,7 @@ def emulator() -> Iterator[Emulator]:
     before = one.leaks().get("host_blocks", [])  # torch_npu keeps some
     yield one
     one.reset()
+    one.neighbour(-one.device()["neighbour"])
     left = one.leaks()
     assert not left.get("handles") and not left.get("mappings") and not one.violations()
     assert left.get("host_blocks", []) == before
