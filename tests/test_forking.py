@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from scripted_server import Server, ask, error_of, serving, wait_until, write_mo
 from several_models import FLAGS, WEIGHTS, folder, fork, listed, refused
 
 from xllm_cli.server import forking
+from xllm_cli.server.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.server
 
@@ -43,6 +45,16 @@ def test_a_fork_tells_what_it_took(http: httpx.Client, models: Path) -> None:
     assert (asleep["after"], asleep["taken"]) == ("deep", 0)
     assert refused(ask(http, "x", model="dozing")) == (503, "model_sleeping")
     assert listed(http)["dozing"]["state"] == "deep"
+
+
+def test_models_of_equal_files_have_one_tokenizer(server: Server, models: Path, tmp_path: Path) -> None:
+    twin = shutil.copytree(models / "tiny", tmp_path / "twin")
+    flags = {"tool_call_parser": "", "reasoning_parser": ""}
+    known = Tokenizer.from_folder(models / "tiny")
+    assert forking._read_checkpoint(str(twin), flags, [known]) is known
+    (twin / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    other = forking._read_checkpoint(str(twin), flags, [known])
+    assert other is not known and other.chat_template == "{{ messages[0].content }}"
 
 
 def test_an_id_is_one_model(http: httpx.Client, models: Path, server: Server) -> None:

@@ -93,7 +93,7 @@ def routes(state: ServerState, guard: Guard) -> APIRouter:
         _refuse_what_is_missing(state, asked)
         if (there := _existing(state, asked)) is not None:
             return there
-        tokenizer = await asyncio.to_thread(_read_checkpoint, asked.model_path, state.settings["model"])
+        tokenizer = await asyncio.to_thread(_read_checkpoint, asked.model_path, state.settings["model"], _known(state))
         async with one_at_a_time:
             return _existing(state, asked) or await _fork(state, asked, tokenizer)
 
@@ -102,7 +102,7 @@ def routes(state: ServerState, guard: Guard) -> APIRouter:
         asked = await read(UpdateRequest, request)
         model = state.models.find(asked.model_id, "model_id")
         path = asked.model_path or asked.path or ""
-        tokenizer = await asyncio.to_thread(_read_update, model, path, state.settings["model"])
+        tokenizer = await asyncio.to_thread(_read_update, model, path, state.settings["model"], _known(state))
         command = UpdateWeights(command_id=command_id(), model=model.model_id, model_path=path)
         done = await carry_out(state, command, MOVE_SECONDS)
         model.path, model.tokenizer = path or model.path, tokenizer or model.tokenizer
@@ -155,12 +155,20 @@ def _existing(state: ServerState, asked: ForkRequest) -> Response | None:
     )
 
 
-def _read_checkpoint(path: str, flags: dict[str, Any]) -> Tokenizer:
-    """The tokenizer in the folder, in a thread. RequestError 400 for a folder that cannot be served."""
+def _known(state: ServerState) -> list[Tokenizer]:
+    """What a model from equal files can share: making one anew takes longer than the rest of a fork."""
+    return [model.tokenizer for model in state.models if model.tokenizer is not None]
+
+
+def _read_checkpoint(path: str, flags: dict[str, Any], known: list[Tokenizer]) -> Tokenizer:
+    """The tokenizer in the folder, in a thread, or the known one of the same files. RequestError 400 for a folder that
+    cannot be served."""
     _check_folder(path)
     parsers = {"tool_call_parser": flags["tool_call_parser"], "reasoning_parser": flags["reasoning_parser"]}
     with _explained():
-        return Tokenizer.from_folder(path, **parsers)
+        digest = digest_of(path)
+        same = next((tokenizer for tokenizer in known if tokenizer.digest == digest), None)
+        return same or Tokenizer.from_folder(path, **parsers)
 
 
 @contextmanager
@@ -172,7 +180,7 @@ def _explained() -> Iterator[None]:
         raise RequestError(str(error), code="model_invalid", param="model_path") from error
 
 
-def _read_update(model: ServedModel, path: str, flags: dict[str, Any]) -> Tokenizer | None:
+def _read_update(model: ServedModel, path: str, flags: dict[str, Any], known: list[Tokenizer]) -> Tokenizer | None:
     """The tokenizer for weights from `path`, "" being where the model came from, in a thread; None where it is the same
     or there is none: who trains a model writes its weights alone at times. RequestError 400 for a folder that cannot be
     used."""
@@ -183,7 +191,7 @@ def _read_update(model: ServedModel, path: str, flags: dict[str, Any]) -> Tokeni
         return None
     with _explained():
         is_same = model.tokenizer is not None and model.tokenizer.digest == digest_of(path)
-    return None if is_same else _read_checkpoint(path, flags)
+    return None if is_same else _read_checkpoint(path, flags, known)
 
 
 def _check_folder(path: str) -> None:
