@@ -3,6 +3,7 @@ well defined."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from checkpoints import tiny_checkpoint
 from pool_models import Models, alone, answers, closing_clean, driver_of, hosted, open_llm, pool_of
 from pool_models import twisted as make_twisted
 from test_models_pool import run_all, submit
+from test_models_races import Race, check_tokens
 from test_models_unusable import code_of, until_done
 
 from xllm_cli import LLM
@@ -341,3 +343,31 @@ def test_a_wake_up_that_failed_for_another_reason_asks_nobody_for_memory(
         assert code_of(engine.wake) == (503, "wake_failed")
     assert engine.needs.of_weights == 0
     engine.wake()
+
+
+def test_one_that_fails_leaves_the_pages_where_the_others_want_them_by_then(models: Models) -> None:
+    models.fork("twin", LLAMA)
+    for name, bed in (("llama", Bed(2)), ("twin", LIGHT)):
+        models.llm.host.engine(name).sleep(bed)
+    begun = models.llm.host.begin_wake("llama")
+    for _ in range(2):
+        models.llm.host.step()
+    models.llm.host.engine("twin").sleep(Bed(2))
+    models.llm.host._joining.call_off()
+    with pytest.raises(CalledOff):
+        begun.result()
+    weights = hosted(models.llm)["llama"].loaded
+    assert weights is not None and weights.weights.weights.state == "deep"
+    del weights
+    models.check()
+
+
+@pytest.mark.parametrize("flags", [{}, {"auto_sleep": True, "auto_wake": True}], ids=["", "by itself"])
+@pytest.mark.parametrize("kind", ["elastic", "fixed"])
+def test_every_request_ends_once_while_models_wake_in_slices(kind: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    with closing_clean(open_llm(kind, **flags)) as llm:
+        race = Race(llm, random.Random(seed), make_twisted(tmp_path / "twisted"))
+        race.go(80)
+    check_tokens(race.answered())
