@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 from checkpoints import tiny_checkpoint
 from msgspec.structs import replace
-from pool_models import GREEDY, KINDS, MIB, PAGE, Models, answers, closing_clean, open_llm
+from pool_models import (
+    GREEDY,
+    KINDS,
+    MIB,
+    PAGE,
+    Models,
+    answers,
+    closing_clean,
+    driver_of,
+    open_llm,
+    use_up_faults,
+)
 from pool_models import twisted as make_twisted
 from test_models_pool import fork, memory_for, run_all, submit
 from test_weights_home import tensors
@@ -256,3 +267,21 @@ def test_a_model_is_used_until_its_last_request_has_ended() -> None:
         states = {name: facts["state"] for name, facts in llm.memory()["models"].items()}
         assert states == {"llama": "awake", "other": "light", "third": "awake"}
         assert llm.close()
+
+
+def test_a_device_that_keeps_a_models_pages_is_not_asked_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    flags: dict[str, Any] = {"auto_sleep": True, "auto_wake": True, "memory_wait_seconds": 0.5}
+    with closing_clean(open_llm("fixed", max_cache_size=MIB, **flags)) as llm:
+        llm.host.engine("").sleep(Bed(1))
+        fork(llm, "other", "qwen3")
+        expected = answers(llm, "other")
+        driver_of(llm).reset_counts()
+        for nth in range(1, 200):
+            driver_of(llm).fail("unmap", nth, False)
+        began = time.monotonic()
+        (answer,) = llm.generate([[1, 2, 3]], GREEDY)
+        told = [message for message in caplog.messages if "cannot make room" in message]
+        assert answer.error is not None and answer.error.code == "weights_memory_unavailable"
+        assert 1 <= len(told) <= 2 + time.monotonic() - began, told
+        assert answers(llm, "other") == expected
+        use_up_faults(driver_of(llm), 200)

@@ -29,6 +29,7 @@ class HostedModel:
         self.loaded: Loaded | None = built.loaded
         self.last_used = now
         self.awake_since = now
+        self.refused_until = 0.0  # the device kept its pages: every try to put it to sleep costs its prefixes
         self._was_awake = True
         self.is_leaving = False  # nobody may ask it anything more
         self.stamp_files()

@@ -24,6 +24,7 @@ log = logging.getLogger("xllm.engine")
 
 CLAIM_SECONDS = 0.25  # shorter than anybody minds, longer than most steps
 AWAKE_SECONDS = 1.0  # what a model that was woken may count on: waking costs a tenth of it
+REFUSED_SECONDS = 1.0  # until a model that could not be put to sleep is tried again
 LOAN_PAGES = 8  # taken from one model before the others' are compared again
 
 
@@ -53,7 +54,7 @@ class Room:
         got = self.spare(nbytes, others)
         for names in sorted(_sharing(models), key=_last_used) if self._auto_sleep else ():
             if got < nbytes and model not in names and not any(name.engine.has_work for name in names):
-                got += _put_to_sleep(names, model)
+                got += self._put_to_sleep(names, model)
         return got
 
     def spare(self, nbytes: int, models: Sequence[HostedModel]) -> int:
@@ -63,6 +64,17 @@ class Room:
             if got < nbytes:
                 got += model.engine.give_up_parked()
         return got
+
+    def _put_to_sleep(self, names: Sequence[HostedModel], model: HostedModel | None) -> int:
+        """What that brings, of names that are all that share their weights; nothing soon after it was refused."""
+        now = self._clock()
+        if any(now < name.refused_until for name in names):
+            return 0
+        came = _doze(names, model)
+        for name in names:
+            if name.engine.model_state == "awake":
+                name.refused_until = now + REFUSED_SECONDS
+        return came
 
     # --- claims
 
@@ -94,7 +106,7 @@ class Room:
                 wanted -= group.most
                 _hold(group.others)
                 if group.may_sleep and not any(other.engine.is_running for other in group.others):
-                    got += _put_to_sleep(group.others, claimant)
+                    got += self._put_to_sleep(group.others, claimant)
         return got
 
 
@@ -141,7 +153,7 @@ def _hold(models: Iterable[HostedModel]) -> None:
         model.engine.gives_way = True
 
 
-def _put_to_sleep(names: Sequence[HostedModel], model: HostedModel | None) -> int:
+def _doze(names: Sequence[HostedModel], model: HostedModel | None) -> int:
     """What that brings, of names that are all that share their weights."""
     before = _held(names)
     if not _are_awake(names) or not before:
