@@ -183,7 +183,7 @@ def test_a_hundred_who_came_and_left_leave_nothing(twisted: Path) -> None:
         models.fork("stays", tiny_checkpoint("qwen3"))
         come_and_go(models, twisted)
         held, traces, uss = held_by(llm), traces_of_process(), private_bytes()
-        for _ in range(100 // len(BEDS)):
+        for _ in range(100 // (2 * len(BEDS)) + 1):
             come_and_go(models, twisted)
         assert held_by(llm) == held
         assert private_bytes() - uss < SLACK
