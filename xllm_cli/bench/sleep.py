@@ -44,7 +44,7 @@ PROMPT = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 
 
 class Cycle(NamedTuple):
-    """One sleep and one wake-up: milliseconds, and bytes resident between them."""
+    """One sleep after an answer, whose KV goes with it, and one wake-up: milliseconds, and bytes resident between."""
 
     sleep: float
     wake: float
@@ -86,11 +86,9 @@ class Trial:
             if name == "light":
                 steady = statistics.median(cycle.sleep for cycle in done)
                 yield Row(name, "the server's first sleep over a later one", first.sleep / steady, "", bar=FIRST_SHARE)
-        text = self._answer()
+        self._check_answer()
         order(self._server.address, "/vmm/trim", {})
         yield Row("all", "growth over all cycles", held_bytes(self._server.pid) - before, "B", bar=GROWTH_BYTES)
-        if text != self._text:
-            raise XllmError("the model answers otherwise than before it slept")
 
     def _rows(self, name: str, copy: float, cycles: list[Cycle]) -> Iterator[Row]:
         sleep = statistics.median(cycle.sleep for cycle in cycles)
@@ -110,6 +108,7 @@ class Trial:
 
     def _cycle(self, name: str) -> Cycle:
         address = self._server.address
+        self._check_answer()
         asleep = order(address, "/sleep", BEDS[name])
         resident = memfd_bytes(self._server.pid)
         return Cycle(asleep["milliseconds"], order(address, "/wakeup", {}, SLOW_SECONDS)["milliseconds"], resident)
@@ -122,6 +121,10 @@ class Trial:
         with watch(pid) as seen:
             order(address, "/wakeup", {}, SLOW_SECONDS)
         return max(0, max(seen, default=awake) - awake)
+
+    def _check_answer(self) -> None:
+        if self._answer() != self._text:
+            raise XllmError("the model answers otherwise than before it slept")
 
     def _answer(self) -> str:
         text: str = order(self._server.address, "/v1/completions", PROMPT, SLOW_SECONDS)["choices"][0]["text"]
