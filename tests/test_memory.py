@@ -36,20 +36,37 @@ def spike() -> None:
     np.full(SPIKE, 1, dtype=np.uint8)
 
 
+def anonymous() -> int:
+    """Bytes of this process's anonymous memory."""
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) << 10
+
+
 def leave_holes(nbytes: int) -> Iterator[None]:
-    """The C library's heap with so many bytes that nobody uses, each hole between two small things that stay: what is
-    left of a block that was larger, for a small block of its own could lie anywhere."""
+    """First use up what the C library has in hand and cannot give back: the end of a heap that something else lies
+    behind. Then leave so many bytes in it that nobody uses, each hole between two small things that stay: what is left
+    of a block that was larger, for a small block of its own could lie anywhere."""
     library, size, rest = ctypes.CDLL(None), 100 << 10, 3000  # below what has pages of its own
     library.malloc.restype, library.malloc.argtypes, library.free.argtypes = (
         ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p],
     )  # fmt: skip
     library.realloc.restype, library.realloc.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]
-    blocks = [library.malloc(size) for _ in range(nbytes // size)]
-    for block in blocks:
-        ctypes.memset(block, 1, size)
-    blocks = [library.realloc(block, rest) for block in blocks]
+
+    def take(nbytes: int) -> list[int]:
+        blocks = [library.malloc(size) for _ in range(nbytes // size)]
+        for block in blocks:
+            ctypes.memset(block, 1, size)
+        return blocks
+
+    library.malloc_trim(0)
+    kept, fresh = [], 0
+    while fresh < NOISE:
+        before = anonymous()
+        kept += take(MIB)
+        fresh = fresh + MIB if anonymous() - before > MIB // 2 else 0
     yield
-    for block in blocks:
+    blocks = [library.realloc(block, rest) for block in take(nbytes)]
+    yield
+    for block in blocks + kept:
         library.free(block)
 
 
@@ -105,9 +122,10 @@ def test_memory_that_stays_needs_no_room_any_more(rank: Rank):
 
 @pytest.mark.parametrize("nbytes", [KEPT_BYTES // 2, 2 * KEPT_BYTES])
 def test_what_the_c_library_keeps_is_given_back_when_it_is_much_or_short(rank: Rank, nbytes: int):
+    holes = leave_holes(nbytes)
+    next(holes)
     rank.observer.begin_step()
     before = rank.observer.observe()
-    holes = leave_holes(nbytes)
     next(holes)
     full = rank.observer.observe()
     assert full.anon - before.anon == pytest.approx(nbytes, abs=NOISE)
