@@ -164,8 +164,8 @@ def measure(addresses: Mapping[str, Address], workloads: list[Workload], *, repe
         run_load(address, workloads[0]._replace(requests=workloads[0].concurrency), seed=0)
     turns = list(addresses.items())
     for repeat in range(1, repeats + 1):
+        turns = turns[1:] + turns[:1]
         for workload in workloads:
-            turns = turns[1:] + turns[:1]
             for name, address in turns:
                 before = counters(address)
                 load = run_load(address, workload, seed=repeat * 1000 + workload.concurrency)
