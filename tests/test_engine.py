@@ -9,7 +9,10 @@ import pytest
 from checkpoints import tiny_checkpoint
 
 from xllm_cli import LLM
+from xllm_cli.cache import residency
 from xllm_cli.core import Request, SamplingParams
+from xllm_cli.engine import parts
+from xllm_cli.models.ops.cpu import CpuOps
 from xllm_cli.vmm.driver import open_driver
 
 MIB = 1 << 20
@@ -133,6 +136,18 @@ def test_memory_follows_the_load_and_goes_back_within_a_second():
     assert peak["mapped"] >= 32 * 7 * BLOCK_BYTES
     assert peak["physical"] == memfds >= peak["mapped"]
     assert llm.close()
+
+
+def test_emptied_pages_wait_for_the_next_request_however_many_tensors_share_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CpuOps, "kv_layout", "per_layer")  # six tensors
+    monkeypatch.setattr(parts, "SPARE_BYTES", PAGE)
+    monkeypatch.setattr(residency, "SPARE_SECONDS", 3600.0)
+    with make(enable_prefix_cache=False) as llm:
+        llm.generate(prompts(8, 100), greedy(4))
+        mapped = llm.snapshot.counters.pages_mapped
+        llm.generate(prompts(8, 100), greedy(4))
+        assert llm.snapshot.counters.pages_mapped == mapped > 0
+        assert llm.snapshot.counters.pages_unmapped == 0
 
 
 def test_cached_prefixes_stay_and_a_repeat_computes_only_the_rest():

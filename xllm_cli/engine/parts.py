@@ -45,7 +45,7 @@ log = logging.getLogger("xllm.engine")
 
 RESERVED_PER_BYTE = 4  # addresses for weights per byte of the checkpoint: types may widen, forms be padded
 RESERVED_BESIDES = 1 << 30  # and for tables
-SPARE_BYTES = 64 << 20  # emptied pages kept mapped for a second at most, in all
+SPARE_BYTES = 64 << 20  # emptied pages kept mapped for a second at most, in all; a page of every tensor if that is more
 
 Progress = Callable[[str], None]
 
@@ -213,11 +213,17 @@ def open_cache(start: Start, rank: Rank) -> CacheManager:
         page_bytes=page_bytes if start.config.vmm.enable_vmm_kvcache else None,
         prefix_seed=flags.xxh3_128bits_seed if flags.enable_prefix_cache else None,
         num_blocks=rank.size.num_blocks,
-        spare_pages=SPARE_BYTES // page_bytes,
+        spare_pages=_spare_pages(len(rank.spec.tensors), page_bytes),
         options=CacheOptions(padding=start.device.pads_rows, stamps=start.stamps),
     )
     cache.set_weights(mapped=in_pages, on_device=in_pages or rank.model.weight_bytes)
     return cache
+
+
+def _spare_pages(num_tensors: int, page_bytes: int) -> int:
+    """Blocks empty a page in each tensor at once and want it in each again: a bound between would keep none of them."""
+    pages = -(-SPARE_BYTES // page_bytes)
+    return -(-pages // num_tensors) * num_tensors
 
 
 def open_group(start: Start, rank: Rank) -> LocalGroup:
