@@ -173,7 +173,7 @@ class Pair(NamedTuple):
 
     def leave(self, nbytes: int) -> None:
         """Limit the group so that poor may map about so much more, whatever processes and files need here."""
-        for _ in range(5):  # files that the kernel drops under the new limit are free memory, too
+        for _ in range(20):  # files that the kernel drops under the new limit are free memory, too
             seen = self.poor.vmm()
             self.group.limit(seen["total"] - seen["headroom"] + nbytes)
             if self.poor.wait_until(lambda vmm: vmm["headroom"] <= nbytes + 16 * MIB, 3)["headroom"] <= 2 * nbytes:
