@@ -7,6 +7,7 @@ import random
 import pytest
 from cache_ops import Clock, FakeRanks, make_cache, run_delta, spec_of
 
+from xllm_cli.cache import compaction
 from xllm_cli.cache.manager import CacheManager
 from xllm_cli.core import PageDelta
 
@@ -66,6 +67,11 @@ class Bench:
             copied += len(self.step().copies)
             self.cache.check()
         raise AssertionError("never at rest")
+
+    def settle(self) -> None:
+        """Steps, at no time, until pages need nothing more."""
+        for _ in range(50):
+            self.step()
 
     def hits(self, prompts: list[list[int]]) -> int:
         tables = [self.cache.open() for _ in prompts]
@@ -206,3 +212,30 @@ def test_the_physical_cache_has_nothing_to_move() -> None:
     bench.fill(8)
     bench.clock.now += 5
     assert bench.cache.next_deadline(bench.clock.now) is None and not bench.step()
+
+
+@pytest.mark.parametrize("times", [1, 3, 12])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_page_is_promised_twice(seed: int, times: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench(*rng.choice([(16,), (16, 4), (16, 16, 16)]))
+    bench.thin_out(bench.fill(rng.randrange(8, 33)), rng.randrange(2, 5))
+    pages = len(bench.ranks.mapped)
+    given = 0
+    for _ in range(times):
+        given += bench.cache.forget_bytes(rng.randrange(1, 4 * PAGE)) // PAGE
+        bench.cache.check()
+        if rng.random() < 0.3:
+            bench.step()
+    bench.settle()
+    assert given <= pages - len(bench.ranks.mapped)
+
+
+def test_a_page_of_every_tensor_is_moved_at_once_however_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "MOST_COPY_BYTES", 1)
+    bench = Bench(*[16] * 40, pages=400)
+    kept = bench.thin_out(bench.fill(16), 2)
+    assert bench.cache.forget_bytes(1) == PAGE
+    assert len(bench.step().copies) == 4
+    assert len(bench.step().unmap) == 2 * 40
+    assert bench.hits(kept) == len(kept)

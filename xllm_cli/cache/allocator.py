@@ -197,31 +197,40 @@ class Allocator:
         """Make up to `nbytes` (rounded up to pages) leave: spares, then what the least recently used idle blocks keep.
 
         Returns the bytes that leave with the next delta, and those that leave with the ones after it, once the idle
-        blocks that stay have been moved together; with pages missing all leave at once. Less than asked when there is
-        no more.
+        blocks that stay have been moved together; with pages missing all leave at once. They leave besides what was
+        reclaimed before. Less than asked when there is no more.
         """
         residency = self.residency
         if nbytes <= 0 or not residency.reclaims:
             return 0
-        start = residency.leaving_pages
-        target = start - (-nbytes // residency.page_bytes)
-        self._give_up_to(target)
-        if residency.leaving_pages < target:
+        moving, leaving = self._moving_pages, residency.leaving_pages
+        start, wanted = leaving + moving, -(-nbytes // residency.page_bytes)
+        target = start + wanted
+        self._give_up_to(leaving + wanted)
+        if self._going_pages < target:
             self._forget_least_used(target - residency.leaving_pages)
             self._give_up_to(target)
-        moving = 0
-        if residency.leaving_pages < target:
-            if not residency.missing_pages:  # what is moved leaves too late to pay for pages of this plan
-                moving = self.compactor.promise(target - residency.leaving_pages)
-            if not moving:
+            if not residency.missing_pages:
+                self.compactor.promise(target - residency.leaving_pages)
+            if self._going_pages < target and self._moving_pages <= moving:
                 self._forget_whole_pages(target)
         self.pay()
-        return (residency.leaving_pages - start + moving) * residency.page_bytes
+        return max(0, self._going_pages - start) * residency.page_bytes
+
+    @property
+    def _going_pages(self) -> int:
+        """Pages that leave with this plan and the next ones."""
+        return self.residency.leaving_pages + self._moving_pages
+
+    @property
+    def _moving_pages(self) -> int:
+        """Those that leave once blocks have been moved: too late to pay for pages that this plan misses."""
+        return 0 if self.residency.missing_pages else self.compactor.promised
 
     def relieve(self) -> None:
         """While slack is negative, idle blocks give way. Once nothing does any good, wait until something changes."""
-        slack = self.slack
-        if slack < 0 and not self.reclaim(-slack * self.residency.page_bytes):
+        short = -self.slack - self._moving_pages
+        if short > 0 and not self.reclaim(short * self.residency.page_bytes):
             self._hopeless = self._state
 
     @property

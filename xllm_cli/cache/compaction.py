@@ -14,7 +14,7 @@ from xllm_cli.cache.prefix import PrefixIndex
 from xllm_cli.cache.residency import Residency
 
 MOST_COPY_BYTES = 64 << 20
-"""In one step: some five milliseconds of a processor's memory bandwidth."""
+"""In one step: some five milliseconds of a processor's memory bandwidth. Where a page of every tensor is more, that."""
 WASTE = 0.01
 """Share of the wanted pages that may lie idle for long."""
 QUIET_SECONDS = 1.0
@@ -26,7 +26,7 @@ class Compactor:
     def __init__(self, residency: Residency, pool: BlockPool, index: PrefixIndex, *, bytes_per_block: int) -> None:
         self.moves: tuple[tuple[int, int], ...] = ()
         self._residency, self._pool, self._index = residency, pool, index
-        self._limit = max(1, MOST_COPY_BYTES // bytes_per_block)
+        self._limit = max(1, max(MOST_COPY_BYTES, residency.bytes_across) // bytes_per_block)
         self._promised = 0
         self._futile: tuple[int, int, int] | None = None
         self._quiet: tuple[tuple[int, int, int], float] = ((0, 0, 0), 0.0)
@@ -43,18 +43,21 @@ class Compactor:
         packed = residency.packed_pages(pool.first_block + pool.num_held + pool.num_cached)
         return max(0, residency.wanted_pages - packed)
 
-    def promise(self, pages: int) -> int:
-        """Empty so many pages with the next plans, as far as moving can, and let them leave at once. Returns how many
-        are expected."""
-        self._promised = min(pages, self.waste_pages())
-        return self._promised
+    @property
+    def promised(self) -> int:
+        """Pages that moves are still to empty for somebody who waits."""
+        return min(self._promised, self.waste_pages())
+
+    def promise(self, pages: int) -> None:
+        """Empty so many pages with the next plans, as far as moving can, and let them leave at once."""
+        self._promised = max(0, min(pages, self.waste_pages()))
 
     def due(self, now: float) -> float | None:
         """When begin() should be called though nothing else happens: `now` while pages are promised; when the blocks
         have been at rest for a second if more than WASTE of the wanted pages lie idle; else never."""
         waste = self.waste_pages()
+        self._promised = min(self._promised, waste)
         if not waste:
-            self._promised = 0
             return None
         if self._promised:
             return now

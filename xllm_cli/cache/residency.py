@@ -56,6 +56,11 @@ class Residency:
         return Geometry(widest, self.page_bytes) if widest < self.page_bytes else Geometry(1, 1)
 
     @property
+    def bytes_across(self) -> int:
+        """One page of every tensor: blocks come to these together, and leave them together."""
+        return sum(len(pages.tensors) for pages in self.widths) * self.page_bytes
+
+    @property
     def mapped_bytes(self) -> int:
         return self.mapped_pages * self.page_bytes
 
