@@ -12,9 +12,11 @@ from test_sleep import GREEDY, MIB, PROMPTS, answers, code_of, open_llm
 
 from xllm_cli import LLM
 from xllm_cli.core import Output, Request, SamplingParams
+from xllm_cli.engine import parts
 from xllm_cli.engine.slumber import Bed
 from xllm_cli.vmm.driver import FaultyDriver, open_driver
 
+PAGE = 64 << 10
 SMALL = {"phy_page_granularity_size": 4096}
 OTHER = "qwen3"
 
@@ -86,6 +88,18 @@ def test_one_models_idle_prefixes_make_room_for_anothers_request() -> None:
         facts = llm.memory()["models"]
         assert facts["llama"]["kv_mapped"] + facts["other"]["kv_mapped"] <= MIB // 2
         assert facts["llama"]["kv_mapped"] < before and facts["other"]["kv_mapped"] > MIB // 8
+
+
+def test_a_loan_comes_at_once_though_what_stays_is_moved_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "SPARE_BYTES", 0)
+    with open_llm("elastic", phy_page_granularity_size=PAGE) as llm:
+        prompts = [[token] * 17 for token in range(3, 93)]  # a full block each, five to a page
+        llm.generate(prompts, GREEDY)
+        llm.generate(prompts[::3], GREEDY)
+        engine = llm.host.engine("")
+        assert all(engine.lend(PAGE) >= PAGE for _ in range(3))
+        kept = llm.generate(prompts[::3], GREEDY)
+        assert all(answer.cached_tokens == 16 for answer in kept)
 
 
 def test_a_limit_holds_over_all_models_and_one_of_its_own_over_one() -> None:

@@ -392,6 +392,8 @@ class Engine(Steps):
         before = self._cache.kv_bytes
         if self._cache.forget_bytes(nbytes):
             self.leave_pages()
+            if self._cache.kv_bytes == before:  # the blocks that stay were moved together first
+                self.leave_pages()
         return before - self._cache.kv_bytes
 
     def give_up_parked(self) -> int:
