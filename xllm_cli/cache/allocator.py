@@ -229,7 +229,10 @@ class Allocator:
 
     def relieve(self) -> None:
         """While slack is negative, idle blocks give way. Once nothing does any good, wait until something changes."""
-        short = -self.slack - self._moving_pages
+        slack = self.slack
+        if slack >= 0:
+            return
+        short = -slack - self._moving_pages
         if short > 0 and not self.reclaim(short * self.residency.page_bytes):
             self._hopeless = self._state
 

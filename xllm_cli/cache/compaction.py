@@ -26,7 +26,7 @@ class Compactor:
     def __init__(self, residency: Residency, pool: BlockPool, index: PrefixIndex, *, bytes_per_block: int) -> None:
         self.moves: tuple[tuple[int, int], ...] = ()
         self._residency, self._pool, self._index = residency, pool, index
-        self._limit = max(1, max(MOST_COPY_BYTES, residency.bytes_across) // bytes_per_block)
+        self._limit = max(1, max(MOST_COPY_BYTES, residency.pages_across * residency.page_bytes) // bytes_per_block)
         self._promised = 0
         self._futile: tuple[int, int, int] | None = None
         self._quiet: tuple[tuple[int, int, int], float] = ((0, 0, 0), 0.0)
@@ -71,9 +71,12 @@ class Compactor:
         if not moves:
             self._futile = self._counts
             return
+        before = self._residency.coming_pages
         for _, target in moves:
             self._pool.take(target, target + 1)
         self._pool.settle_pages()
+        if self._promised:  # as many more have to leave as these open
+            self._promised += self._residency.coming_pages - before
         self.moves = tuple(moves)
 
     def finish(self) -> None:

@@ -32,7 +32,11 @@ Spare = tuple[int, int]
 
 
 class Residency:
-    """Pages of a virtual KV cache."""
+    """Pages of a virtual KV cache.
+
+    `spare_pages` bounds the spares, rounded up to `pages_across`, a page of every tensor: blocks empty these together
+    and want them together again, so that a bound between would keep none.
+    """
 
     reclaims = True
     """Whether forgetting blocks can give bytes back."""
@@ -42,8 +46,9 @@ class Residency:
         for index, tensor in enumerate(spec.tensors):
             by_width.setdefault(tensor.bytes_per_block, []).append(index)
         self.page_bytes = page_bytes
-        self.max_spare_pages = spare_pages
         self.widths = [WidthPages(w, page_bytes, tuple(by_width[w])) for w in sorted(by_width, reverse=True)]
+        self.pages_across = sum(len(pages.tensors) for pages in self.widths)
+        self.max_spare_pages = -(-spare_pages // self.pages_across) * self.pages_across
         self._width_of = {tensor: pages for pages in self.widths for tensor in pages.tensors}
         self.books = Widths([pages.counts for pages in self.widths])
         self.mapped_pages = self.missing_pages = self.leaving_pages = 0
@@ -56,18 +61,18 @@ class Residency:
         return Geometry(widest, self.page_bytes) if widest < self.page_bytes else Geometry(1, 1)
 
     @property
-    def bytes_across(self) -> int:
-        """One page of every tensor: blocks come to these together, and leave them together."""
-        return sum(len(pages.tensors) for pages in self.widths) * self.page_bytes
-
-    @property
     def mapped_bytes(self) -> int:
         return self.mapped_pages * self.page_bytes
 
     @property
+    def coming_pages(self) -> int:
+        """By how many pages the next delta makes `mapped` grow; negative: shrink."""
+        return self.missing_pages - self.leaving_pages
+
+    @property
     def wanted_pages(self) -> int:
         """Pages, over all tensors, that live blocks touch, and those stuck."""
-        return self.mapped_pages + self.missing_pages - self.leaving_pages - self.spare_pages
+        return self.mapped_pages + self.coming_pages - self.spare_pages
 
     @property
     def unwanted_bytes(self) -> int:

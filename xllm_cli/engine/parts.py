@@ -213,17 +213,11 @@ def open_cache(start: Start, rank: Rank) -> CacheManager:
         page_bytes=page_bytes if start.config.vmm.enable_vmm_kvcache else None,
         prefix_seed=flags.xxh3_128bits_seed if flags.enable_prefix_cache else None,
         num_blocks=rank.size.num_blocks,
-        spare_pages=_spare_pages(len(rank.spec.tensors), page_bytes),
+        spare_pages=-(-SPARE_BYTES // page_bytes),
         options=CacheOptions(padding=start.device.pads_rows, stamps=start.stamps),
     )
     cache.set_weights(mapped=in_pages, on_device=in_pages or rank.model.weight_bytes)
     return cache
-
-
-def _spare_pages(num_tensors: int, page_bytes: int) -> int:
-    """Blocks empty a page in each tensor at once and want it in each again: a bound between would keep none of them."""
-    pages = -(-SPARE_BYTES // page_bytes)
-    return -(-pages // num_tensors) * num_tensors
 
 
 def open_group(start: Start, rank: Rank) -> LocalGroup:
