@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from xllm_cli.cache.manager import CacheManager
-from xllm_cli.core import Output, Request, Snapshot, StepEvents, StepPlan, StepResult
+from xllm_cli.core import Output, PageDelta, Request, Snapshot, StepEvents, StepPlan, StepResult
 from xllm_cli.engine.admission import Admission, ServingLimits, mappable_bytes
 from xllm_cli.engine.grammar import Grammars
 from xllm_cli.engine.guided import Guided
@@ -317,9 +317,15 @@ class Engine(Steps):
             self.look()
 
     def leave_pages(self) -> None:
-        """Let pages that no block needs go, at once; those that stay are tried again later, as always."""
+        """Let pages that no block needs go, at once, and those that blocks are moved off for it; what stays is tried
+        again later, as always."""
+        if self._change_pages().copies:  # what moves empty leaves with the next delta
+            self._change_pages()
+
+    def _change_pages(self) -> PageDelta:
         plan = self._scheduler.plan_pages(self._clock())
         self._scheduler.commit(plan, self._execute(plan))
+        return plan.delta
 
     def pause(self, mode: Mode | Literal["keep"] = "keep") -> None:
         """Run nothing until resume(). What runs is preempted (keep), aborted with all that waits, or runs to its end
@@ -392,8 +398,6 @@ class Engine(Steps):
         before = self._cache.kv_bytes
         if self._cache.forget_bytes(nbytes):
             self.leave_pages()
-            if self._cache.kv_bytes == before:  # the blocks that stay were moved together first
-                self.leave_pages()
         return before - self._cache.kv_bytes
 
     def give_up_parked(self) -> int:
