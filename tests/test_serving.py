@@ -92,7 +92,8 @@ def test_concurrent_requests_raise_memory_and_the_repeat_of_a_long_prompt_comput
 def test_a_client_that_leaves_gives_its_blocks_back(serving: Serving):
     body = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with serving.http.stream("POST", "/v1/completions", json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: it hangs up when it goes
+        next(lines)
         assert serving.vmm()["kv_live"] > 0
     left = serving.wait_until(lambda memory: memory["kv_live"] == 0)
     assert left["kv_live"] == 0

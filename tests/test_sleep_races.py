@@ -123,7 +123,8 @@ def cancel(server: Serving, seconds: float) -> None:
     try:
         with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=1) as answer:
             if answer.status_code == 200:
-                next(answer.iter_lines(), None)
+                lines = answer.iter_lines()  # kept: it hangs up when it goes
+                next(lines, None)
                 time.sleep(seconds)
     except httpx.HTTPError:
         pass  # that it is gone is the point
